@@ -206,6 +206,15 @@ def _is_longer(config: Config, workdir: Path) -> bool:
   return config.run.total_tokens > saved_config(workdir).run.total_tokens
 
 
+def _changed(config: Config, workdir: Path) -> tuple[str, Any, Any] | None:
+  """(field, its value in `config`, in the run's own) of the first field that `config` changes, of
+  those that may change when a run goes on; None: it changes none, or makes the run shorter."""
+  saved = saved_config(workdir)
+  changes = (each for each in differences(config, saved) if each[0] in MAY_CHANGE)
+  shorter = config.run.total_tokens < saved.run.total_tokens
+  return None if shorter else next(changes, None)
+
+
 def clear_outcome(workdir: Path) -> None:
   """Deletes the outcome of a run that goes on: an evaluator that was stopped has left it.
 
@@ -363,7 +372,7 @@ def join(workdir: Path, config: Config) -> float:
   """Enters the workdir of a run that several processes share, on one machine or one file system.
 
   The first role writes its config and the time; restarted roles find them again. A run none of
-  whose roles lives goes on with the config of the first role that has more tokens.
+  whose roles lives goes on with the config of the first role that changes what may change then.
 
   Returns:
     When the run began, in unix seconds; event times count from there.
@@ -375,14 +384,14 @@ def join(workdir: Path, config: Config) -> float:
     workdir.mkdir(parents=True, exist_ok=True)
     _write_once(workdir / "config.json", config.to_json() + "\n")
     started = start_time(workdir)
-  if _is_longer(config, workdir):
+  if _changed(config, workdir):
     refuse_trained(workdir)
     try:
-      claim(workdir, config, False, needless=lambda: not _is_longer(config, workdir))
+      claim(workdir, config, False, needless=lambda: not _changed(config, workdir))
     except ConfigError as error:
-      if _is_longer(config, workdir):  # else another role was quicker, and lives
-        tokens = config.run.total_tokens
-        text = f"run.total_tokens = {tokens}: is more than the run there has; {error}"
+      if change := _changed(config, workdir):  # else another role was quicker, and lives
+        field, ours, theirs = change
+        text = f"{field} = {ours!r}: the run there has {theirs!r}; {error}"
         raise type(error)(text) from error
   _refuse_another(workdir, config, saved_config(workdir))
   return started

@@ -216,13 +216,13 @@ def test_single_roles_go_on_with_more_tokens_once_none_of_the_run_lives(tmp_path
     workdir.reached_end(tmp_path, dataclasses.replace(CONFIG, seed=7))
   monkeypatch.setattr(workdir, "END_SECONDS", 0.0)
   role = workdir.live_in(tmp_path)
-  refusal = r"^run.total_tokens = 8000000: is more than .* roles of its run live .* Fix: end them"
+  refusal = r"^run.total_tokens = 8000000: .* has 4000000; .* roles of its run live .* Fix: "
   with pytest.raises(ConfigError, match=refusal):
     workdir.join(tmp_path, longer(CONFIG))
   assert workdir.saved_config(tmp_path) == CONFIG and workdir.reached_end(tmp_path, CONFIG)
   role.close()
   monkeypatch.setattr(workdir, "write_whole", mock.Mock(side_effect=OSError(28, "full")))
-  with pytest.raises(Unanswered, match=r"^run.total_tokens = 8000000: is more than .* full.*Fix: "):
+  with pytest.raises(Unanswered, match=r"^run.total_tokens = 8000000: .* 4000000; .* full.*Fix: "):
     workdir.join(tmp_path, longer(CONFIG))
   with pytest.raises(ConfigError, match=r"seed = 4: the run in "):
     workdir.join(tmp_path, dataclasses.replace(longer(CONFIG), seed=4))
@@ -239,6 +239,26 @@ def test_single_roles_go_on_with_more_tokens_once_none_of_the_run_lives(tmp_path
   assert workdir.saved_config(tmp_path) == longer(CONFIG) and workdir.outcome(tmp_path) == {}
   with pytest.raises(ConfigError, match=r"^run.total_tokens = 4000000: the run in "):
     workdir.join(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize(
+  ("field", "value"), [("num_shards", 3), ("min_quorum", 2), ("snapshot_steps", 7)]
+)
+def test_single_roles_change_what_a_run_may_change_once_none_of_it_lives(
+  tmp_path, monkeypatch, field, value
+):
+  """Only `ddiloco train` did; who had started roles by hand was told to take another workdir."""
+  workdir.join(tmp_path, CONFIG)
+  changed = dataclasses.replace(CONFIG, sync=dataclasses.replace(CONFIG.sync, **{field: value}))
+  monkeypatch.setattr(workdir, "END_SECONDS", 0.0)
+  refusal = f"^sync.{field} = {value}: the run there has .*roles of its run live .*Fix: "
+  with workdir.live_in(tmp_path), pytest.raises(ConfigError, match=refusal):
+    workdir.join(tmp_path, changed)
+  assert workdir.saved_config(tmp_path) == CONFIG
+  workdir.join(tmp_path, changed)
+  assert workdir.saved_config(tmp_path) == changed
+  with workdir.live_in(tmp_path):
+    workdir.join(tmp_path, changed)  # the other roles
 
 
 def test_a_role_with_more_tokens_leaves_a_run_that_trains_alone(tmp_path):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ddiloco.checkpoint.signed_json import brief
 from ddiloco.checks import FULL
 from ddiloco.observe.eventlog import Records
-from ddiloco.observe.guards import warn
+from ddiloco.observe.guards import Warnings, warn
 from ddiloco.protocol import events
 from ddiloco.protocol.states import clock_violations
 from ddiloco.runtime import REAL_TIME, Job, Loop, Time
@@ -61,6 +61,7 @@ class Saver:
     self.hold: Callable[[], str] = lambda: ""  # why this role must save nothing now; "": it may
     self._disk, self._time = disk, time
     self.busy = False  # whether work for the newest snapshot is still under way
+    self._unseen = Warnings()
     self._worker = time.worker(f"save {role}", _lower_priority, self._say_failed)
     self._worker.put(self._forget())
 
@@ -226,6 +227,8 @@ class Saver:
         break
       look_seconds = LOOK_SHARE * (self._time.now() - started)
       yield self._time.now() + min(max(look_seconds, LOOK_SECONDS), LOOK_SECONDS_MOST)
+    if late and missing:
+      self._name_unseen(snapshot, missing, patience_seconds)
     if missing := needed - roles:
       if not ending:
         self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
@@ -235,6 +238,16 @@ class Saver:
     lacks = tuple(sorted(r for r in known - roles if r in begun or not has_left(r)))
     mine = tuple(sorted(roles))
     self.recorder.record(events.Snapshot(snapshot=snapshot, roles=mine, lacks=lacks, seconds=took))
+
+  def _name_unseen(self, snapshot: int, roles: Collection[str], patience_seconds: float) -> None:
+    """Warns once of each role that lives, and of whose part this one sees nothing: its host may
+    have a folder of its own there, where the shared one is not mounted."""
+    sizes, where = self.storage.growth(snapshot, roles), f"in {self.storage.path}/"
+    for role in sorted(name for name, size in sizes.items() if not size):
+      seen = f"nothing of the part of {role} is {where} after {patience_seconds:g} s"
+      fix = f"if that repeats, let {role} reach this folder (checkpoint.path)"
+      why = "It stands still, or saves elsewhere"
+      self._unseen(role, f"snapshot {snapshot}: {seen}. {why}. Fix: {fix}.")
 
   def _prune(self, snapshot: int, keep: int, since: int) -> Job:
     """Deletes old snapshots, and parts of uncommitted ones up to this one.

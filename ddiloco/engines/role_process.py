@@ -355,7 +355,15 @@ class RoleRunner:
       guard(self._probe, waits_for)
       if time.monotonic() >= next_line:
         next_line = time.monotonic() + PROGRESS_SECONDS
-        self.say(f"waits: {waits_for}" if waits_for else guard(self.progress, instead="goes on"))
+        self.say(f"waits: {waits_for}" if waits_for else guard(self._goes_on, instead="goes on"))
+
+  def _goes_on(self) -> str:
+    """How far the role is, and which shards do not answer it: it goes on without them, but what it
+    does for their fragments is not merged meanwhile."""
+    endpoint, kind = self.endpoint, "syncer-"
+    links = endpoint.links() if endpoint else {}
+    away = unreached({peer: link for peer, link in links.items() if peer.startswith(kind)})
+    return f"{self.progress()}; {away}" if away else self.progress()
 
   def _watch(self) -> None:
     """Ends a role whose loop hangs, so that it is started again: a shard at once, since other roles
@@ -414,9 +422,10 @@ class RoleRunner:
     if endpoint.fenced:  # if the newer life is dead, this host's clock has stepped back
       heard = *endpoint.outnumbered, settings.silence_seconds, self._waited
       self._waited = True
+      other = ", or give it another number" if self._kind == "learner" else ""
       return another_life(endpoint.fenced, *heard) or Ended(
         f"may not speak any more: {endpoint.fenced}. Another process runs as {self.address}."
-        " Fix: end one of them, or give it another number."
+        f" Fix: end one of them{other}."
       )
     up = any(link["state"] == "up" for link in links.values())
     if up and self._former >= self.incarnation:  # before this host's clock stepped back

@@ -136,7 +136,7 @@ def _train(
       outcome = runner.run([live, board])
 
     def compare(run: RunState) -> dict[str, float]:
-      if heldout is None or not config.run.compare_alone or outcome.reason != "finished":
+      if heldout is None or outcome.reason != "finished":
         return {}
       kinds = {kind for island in run.islands.values() for kind in island.chip_kinds}
       here = {device.device_kind for device in jax.devices()}
@@ -152,7 +152,8 @@ def _train(
           asked.set()
         # Beside the main thread: a signal's handler, which sets `asked`, may run inside `wait`.
         pause = lambda seconds: beside(lambda: asked.wait(seconds))
-        conclude(config, workdir, outcome, heldout and heldout.loss, compare, pause)
+        loss, compared = heldout and heldout.loss, compare if config.run.compare_alone else None
+        conclude(config, workdir, outcome, loss, compared, pause)
     except OSError as error:
       print(f"\nThe run's end is not saved: {error}. Fix: {ROOM}; give the same command again.")
       return EXIT_STATUS["failed"]
@@ -178,7 +179,7 @@ def conclude(
   workdir: Path,
   outcome: RunResult,
   loss: Callable[[Mapping[str, np.ndarray]], float] | None,
-  compare: Callable[[RunState], Mapping[str, Any]] = lambda run: {},
+  compare: Callable[[RunState], Mapping[str, Any]] | None = None,
   pause: Callable[[float], bool | None] = time.sleep,
 ) -> None:
   """Leaves result, outcome and report in `workdir`, and prints the main numbers.
@@ -193,7 +194,7 @@ def conclude(
     outcome: what the run's engine returned.
     loss: held-out loss of a parameter tree; None where nothing is evaluated.
     compare: called once the result is saved, with the run's state; returns the numbers to compare
-      the result with.
+      the result with. None: with nothing.
     pause: waits for so many seconds; true: asked to end, it tries no more to save what failed, and
       measures nothing.
 
@@ -222,7 +223,8 @@ def conclude(
     untrained = lambda: _untrained(config, loss, told())
     _measure("the untrained model's loss", extra, untrained, pause)
     _measure("the result's loss", extra, measured, pause)
-    _attempt("the comparison", extra, lambda: compare(told()), pause)
+    if compare is not None:
+      _attempt("the comparison", extra, lambda: compare(told()), pause)
   if run.sample_tokens and evaluate.makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
     _measure("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)}, pause)

@@ -192,7 +192,8 @@ def place(
   """
   rule = "must be 1 to 30 small letters, digits and dashes, and begin with a letter"
   require(_NAME.fullmatch(name) is not None, "--name", name, rule, "for example --name=regions-12b")
-  rule, good = "must be a bucket that all roles reach", re.match("gs://[a-z0-9]", bucket)
+  rule = "must be a bucket that all roles reach, without *, ?, [ or a backslash (docs/limits.md)"
+  good = re.fullmatch(r"gs://[a-z0-9][^*?[\\]*", bucket)
   require(good is not None, "--bucket", bucket, rule, "give --bucket=gs://BUCKET/FOLDER")
   fix = "build one (docs/launch.md) and give --image=REGION-docker.pkg.dev/PROJECT/REPO/NAME:TAG"
   require(bool(image), "--image", image, "is what all roles run in", fix)
@@ -267,6 +268,7 @@ def role_command(placement: Placement, role: str, syncers: Sequence[str]) -> lis
 
 
 _URL = re.compile(r"tcp://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
+_OWN = re.compile(r"tcp://(localhost|127\.[0-9.]+|0\.0\.0\.0|\[::1?\]):.*")
 
 
 def require_urls(urls: Sequence[str], flag: str, given: Sequence[str]) -> None:
@@ -276,6 +278,8 @@ def require_urls(urls: Sequence[str], flag: str, given: Sequence[str]) -> None:
     good = _URL.fullmatch(url) is not None and 0 < int(url.rpartition(":")[2]) < 65536
     rule, fix = f"must reach a shard, and {url} does not", "give one for each, of shard 0 first"
     require(good, flag, text, f"{rule}: it is not tcp://HOST:PORT", fix)
+    elsewhere = _OWN.fullmatch(url) is None
+    require(elsewhere, flag, text, f"{rule}: each machine takes it for itself", fix)
     require(urls.count(url) == 1, flag, text, "is given twice", "give each shard its own")
 
 

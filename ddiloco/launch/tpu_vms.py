@@ -63,8 +63,10 @@ class TpuVmRun:
     right = len(self.syncers) == len(self.placement.shards)
     require(right, "--syncers", ",".join(self.syncers), rule, fix)
     placement.require_urls(self.syncers, "--syncers", self.syncers)
-    rule, fix = "is where hosts keep their workdirs", "leave the flag out, or give a folder"
-    require(bool(self.host_folder), "--host_folder", "", rule, fix)  # Docker would refuse it
+    rule = "is where hosts keep their workdirs: must begin with / and have no colon"
+    folder, fix = self.host_folder, "leave the flag out, or give a folder of the hosts"
+    good = folder.startswith("/") and ":" not in folder  # else Docker refuses it, or makes a volume
+    require(good, "--host_folder", folder, rule, fix)
     for island in self.placement.islands:
       rule = f"the TPU API, which makes TPU VMs, has no {island.shape.name}"
       topology, fix = f"{island.shape.name}:{island.shape.topology}", "use `ddiloco launch gke`"

@@ -32,7 +32,7 @@ from ddiloco.network.frames import CONTROL, Door, Greeting, GreetingRefused
 from ddiloco.network.keys import Keys
 from ddiloco.network.peers import Channel, FrameSocket, IoThread, Peer
 from ddiloco.network.transport import Endpoint, Post, RunIdentity
-from ddiloco.observe.guards import Guard, ended
+from ddiloco.observe.guards import Guard, ended, warn
 from ddiloco.protocol import messages
 from ddiloco.protocol.values import replace
 
@@ -92,6 +92,8 @@ class NetworkEndpoint(Endpoint):
     self._dialed: dict[str, Peer] = {}
     self._accepted: dict[str, Peer] = {}
     listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
+    if listener and (reason := frames.near_only(listener, self.bound)):
+      warn(f"{address} listens at {reason}.")
     self.control_thread = IoThread(f"network-{address}", self._failed)
     count = min(MOST_THREADS, os.cpu_count() or 1)
     self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
@@ -377,8 +379,9 @@ class NetworkEndpoint(Endpoint):
       # The far end checks our key after the handshake has ended on this side.
       if isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason):
         raise Refused(f"{peer.url}: the key of {self.address} is not listed") from error
-      what = f"{peer.url} answers no greeting, or one side has no keys ({error})"
-      raise ConnectionError(what) from error
+      late = isinstance(error, TimeoutError)
+      why = ": it stands still, or is busy" if late else ", or one side has no keys"
+      raise ConnectionError(f"{peer.url} answers no greeting{why} ({error})") from error
     if isinstance(answer, GreetingRefused):
       self.on_frame(peer, answer)
       raise Refused(f"{peer.url}: {answer.reason}")

@@ -27,7 +27,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, msgpack
 
 from ddiloco.config.schema import MAX_STREAMS
-from ddiloco.network.keys import Keys, host_and_port
+from ddiloco.network.keys import Keys, host_and_port, is_loopback
 from ddiloco.network.transport import Counters, RunIdentity
 from ddiloco.protocol.messages import (
   MAX_HEADER_BYTES,
@@ -144,6 +144,18 @@ def bind(url: str) -> tuple[socket.socket, str]:
   return listener, f"{url.rpartition(':')[0]}:{listener.getsockname()[1]}"
 
 
+def near_only(listener: socket.socket, url: str) -> str:
+  """Why no other machine reaches a listener of this url, though its host looks so; "": it may be.
+
+  On some systems the machine's own name means 127.0.1.1.
+  """
+  (host, _), at = host_and_port(url), listener.getsockname()[0]
+  if is_loopback(host) or not is_loopback(at):
+    return ""
+  fix = "listen at an address that other machines know, or at tcp://0.0.0.0:PORT, which is all"
+  return f"{url}: no other machine reaches it, since {host} is {at} here. Fix: {fix}"
+
+
 def connect(url: str, context: ssl.SSLContext | None, timeout_seconds: float) -> socket.socket:
   """Connects, with a TLS handshake if there is a context.
 
@@ -158,7 +170,10 @@ def connect(url: str, context: ssl.SSLContext | None, timeout_seconds: float) ->
     return connected if context is None else context.wrap_socket(connected)
   except OSError as error:  # as ssl.SSLError is
     connected.close()
-    why = f"{url} has another key than the one listed here, or one side has no keys ({error})"
+    why = (
+      f"{url} has another key than the one listed here: that of another shard (urls have an order),"
+      f" or a new one; or one side has no keys ({error})"
+    )
     late = isinstance(error, TimeoutError)
     raise ConnectionError(f"nothing answers at {url}" if late else why) from error
 

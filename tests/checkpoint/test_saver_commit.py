@@ -265,6 +265,20 @@ def test_a_shard_that_has_no_part_ends_the_wait_and_word_of_a_former_life_does_n
   assert storage.declined(2) == set()
 
 
+def test_a_role_that_saves_elsewhere_is_named_with_the_folder_that_it_does_not_reach(
+  storage, saver, events, capsys
+):
+  """Where the shared folder was not mounted no snapshot was ever complete, without a reason."""
+  for number in (1, 2):
+    storage.save(number, "learner-0", 0, state("learner-0"), {})
+    commit(saver, number, ["learner-0", "learner-1"], patience_seconds=0.1)
+    assert events.of("uncommitted", number)[-1].missing == ("syncer-1",)
+    wait_for(lambda: not saver.busy)
+  said = capsys.readouterr().err
+  assert said.count(f"of syncer-1 is in {storage.path}/ after 0.1 s") == 1, "once"
+  assert "let learner-1 reach this folder" in said and "learner-0" not in said
+
+
 def test_the_next_snapshot_goes_without_shard_0_while_this_one_is_not_committed(
   storage, saver, events
 ):

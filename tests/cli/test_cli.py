@@ -408,6 +408,23 @@ runpy.run_module("ddiloco", run_name="__main__", alter_sys=True)
   assert bool(done.stdout) == (status == 0)
 
 
+@pytest.mark.parametrize(("first", "status"), [(True, 143), (False, -15)])
+def test_a_role_that_is_a_container_s_first_process_ends_while_it_is_imported(first, status):
+  """The kernel drops a SIGTERM that such a process has no handler for: the role went on, until its
+  pod was killed."""
+  code = f"""
+import os, runpy, signal, sys
+mine, os.getpid = os.getpid(), lambda: {1 if first else 2}
+class Terminate:
+  def find_spec(self, name, *_):
+    if name == "ml_collections": os.kill(mine, signal.SIGTERM)
+sys.meta_path.insert(0, Terminate())
+runpy.run_module("ddiloco", run_name="__main__", alter_sys=True)
+"""
+  done = process("learner", code=code)
+  assert (done.returncode, done.stdout) == (status, "")
+
+
 SWALLOWED = """
 import gc, os, runpy, signal, sys
 from ddiloco import cli

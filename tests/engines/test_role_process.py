@@ -296,14 +296,18 @@ def test_a_second_interrupt_ends_at_once(make, capsys):
   assert "ends at once" in capsys.readouterr().out
 
 
-def test_a_fenced_role_ends_and_says_so(make, capsys):
-  with make() as runner:
+@pytest.mark.parametrize(
+  ("address", "fix"),
+  [("learner-3", "end one of them, or give it another number."), ("evaluator", "end one of them.")],
+)
+def test_a_fenced_role_ends_and_says_so(make, capsys, address, fix):
+  with make(address) as runner:
     endpoint = runner.connect()
-    endpoint.fenced = "a newer incarnation of learner-3 is here"
+    endpoint.fenced = f"a newer incarnation of {address} is here"
     assert runner.run(until(runner)) == LOST
     assert endpoint.woken
   out = capsys.readouterr().out
-  assert "may not speak any more: a newer incarnation" in out and "Fix: " in out
+  assert "may not speak any more: a newer incarnation" in out and f" Fix: {fix}\n" in out
   assert endpoint.closed_with == 0.0
 
 
@@ -512,6 +516,17 @@ def test_lines_of_progress_and_at_once_what_matters(make, capsys):
       events.Step(step=1, global_step=6, position=5, tokens=1, seconds=1.0, gap_seconds=1.0)
     )
     assert "step" not in capsys.readouterr().out
+
+
+def test_a_role_that_goes_on_without_a_shard_says_so(make, capsys):
+  """With all shards dead its lines were those of a run that is well."""
+  with make() as runner:
+    runner.ready, runner.progress = lambda: "", lambda: "7% of the run"
+    runner.connect().endpoint.state = "connecting"
+    away = "syncer-0 is connecting (nobody there); syncer-1 is connecting (nobody there)"
+    wait_for(lambda: f"learner-3: 7% of the run; {away}\n" in capsys.readouterr().out)
+    runner.endpoint.endpoint.state = "up"
+    wait_for(lambda: "learner-3: 7% of the run\n" in capsys.readouterr().out)
 
 
 def test_unreached_names_who_and_why():

@@ -69,7 +69,7 @@ def out_of_memory(_) -> float:
   raise MemoryError("no room for 7 GiB of logits")
 
 
-def conclude(workdir, outcome, loss, config=CONFIG, compare=lambda run: {}) -> dict:
+def conclude(workdir, outcome, loss, config=CONFIG, compare=None) -> dict:
   session.conclude(config, workdir, outcome, loss, compare)
   return json.loads((workdir / OUTCOME).read_text())
 
@@ -229,8 +229,8 @@ def test_who_interrupts_what_is_measured_at_the_end_gets_the_report_without_it(
     os.kill(os.getpid(), signal.SIGINT)
     return 2.0
 
-  workdir = tmp_path / "run"
-  assert train(workdir, RunResult("finished", params(3), {}), loss) == 0
+  workdir, ended = tmp_path / "run", RunResult("finished", params(3), {})
+  assert train(workdir, ended, loss, config_of(compare_alone=True)) == 0
   known = json.loads((workdir / OUTCOME).read_text())
   assert known["loss_untrained"] == 2.0
   assert known["left_out"] == dict.fromkeys(["the result's loss", "the comparison"], "interrupted")
@@ -257,6 +257,7 @@ def test_who_interrupts_what_is_measured_at_the_end_gets_the_report_without_it(
   assert seen == [False], "it is not waited for"
   known = json.loads((tmp_path / "2" / OUTCOME).read_text())
   assert known["left_out"]["the untrained model's loss"] == "interrupted"
+  assert "the comparison" not in known["left_out"], "none was asked for"
 
 
 @pytest.mark.parametrize("reason", ["finished", "stopped"])

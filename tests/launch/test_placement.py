@@ -161,6 +161,8 @@ def test_wrong_places_are_refused(places, said):
     ({"name": "x" * 31}, "--name"),
     ({"bucket": "/tmp/x"}, "--bucket"),
     ({"bucket": "gs://"}, "--bucket"),
+    ({"bucket": "gs://bucket/[x]"}, "--bucket"),  # every role ended with status 2, on its machine
+    ({"bucket": "gs://bucket/a*"}, "--bucket"),
     ({"image": ""}, "--image"),
     ({"config": config(["v6e:2x2"], shards=0)}, "sync.num_shards"),
     ({"config": config([""])}, "islands.topology of 0"),

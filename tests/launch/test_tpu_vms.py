@@ -164,7 +164,13 @@ def test_what_an_island_needs_next(seen, step):
     ({"syncers": ("tcp://a:1", "tcp://b:0")}, MADE, "--syncers = 'tcp://b:0'"),
     ({"syncers": ("tcp://a:1", "tcp://a:1")}, MADE, "--syncers = 'tcp://a:1': is given twice"),
     ({}, placed(["v6e:2x2"]), "--place"),
-    ({"host_folder": ""}, MADE, "--host_folder"),  # slices were made, and no role could start
+    # Slices were made, and no role could start, or none could reach a shard.
+    ({"host_folder": ""}, MADE, "--host_folder"),
+    ({"host_folder": "work/x"}, MADE, "--host_folder = 'work/x'"),
+    ({"host_folder": "/a:b"}, MADE, "--host_folder = '/a:b'"),
+    ({"syncers": ("tcp://a:1", "tcp://127.0.0.1:1")}, MADE, "each machine takes it for itself"),
+    ({"syncers": ("tcp://[::1]:1", "tcp://a:1")}, MADE, "each machine takes it for itself"),
+    ({"syncers": ("tcp://0.0.0.0:1", "tcp://a:1")}, MADE, "each machine takes it for itself"),
     ({}, placed(["h100:8"], ("a=0",)), "islands.topology = 'h100:8': the TPU API"),
     ({}, placed(["tpu7x:2x2x1"], ("a=0",)), "islands.topology = 'tpu7x:2x2x1': the TPU API"),
   ],

@@ -446,7 +446,9 @@ def test_nobody_listening_is_said(net):
   assert learner.links()["syncer-0"]["state"] == "connecting"
   with socket.create_server(host_and_port(net.url("syncer-0"))) as listener:
     listener.accept()[0].close()
-    net.wait_until(lambda: "answers no greeting" in learner.links()["syncer-0"]["reason"])
+    net.wait_until(lambda: "one side has no keys" in learner.links()["syncer-0"]["reason"])
+    learner._quiet_seconds = 0.1
+    net.wait_until(lambda: "it stands still" in learner.links()["syncer-0"]["reason"])
 
 
 def test_a_refusal_is_not_hidden_by_a_connection_for_fragments_that_fails_meanwhile(

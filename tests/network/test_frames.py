@@ -76,3 +76,17 @@ def test_a_star_is_every_address_of_this_machine():
     _, port = host_and_port(url)
     with socket.create_connection(("127.0.0.1", port), 20.0) as near:
       assert near.getpeername()[1] == port
+
+
+@pytest.mark.parametrize(
+  ("host", "at", "near"),
+  [("me", "127.0.0.1", True), ("me", "0.0.0.0", False), ("localhost", "127.0.0.1", False)],
+)
+def test_a_name_that_is_this_machine_alone_is_said(monkeypatch, host, at, near):
+  """A shard at its machine's own name, which was 127.0.1.1 there, waited in vain, and silently."""
+  found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, 0))]
+  monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+  listener, url = frames.bind(f"tcp://{host}:0")
+  with listener:
+    said = frames.near_only(listener, url)
+  assert bool(said) == near and (not near or f"since me is {at} here. Fix: " in said)
