@@ -18,7 +18,7 @@ def get_config():
   c.sync.num_fragments = 1
   c.sync.sync_period = 24
   c.sync.overlap_steps = 0
-  c.sync.min_quorum = c.islands.num_learners
+  c.sync.min_quorum = c.islands.get_oneway_ref("num_learners")  # all, however many
   c.sync.blocking = True
   c.sync.apply = "overwrite"
   c.sync.merge = "average"

@@ -20,7 +20,7 @@ def get_config():
   c.sync.fragmentation = "strided"
   c.sync.sync_period = 24
   c.sync.overlap_steps = 2
-  c.sync.min_quorum = c.islands.num_learners
+  c.sync.min_quorum = c.islands.get_oneway_ref("num_learners")  # all, however many
   c.sync.blocking = True
   c.sync.apply = "mix"
   c.sync.mix_alpha = 0.5

@@ -54,7 +54,7 @@ def set_data_parallel(c: ml_collections.ConfigDict) -> None:
   c.sync.num_fragments = c.sync.num_shards
   c.sync.sync_period = 1
   c.sync.overlap_steps = 0
-  c.sync.min_quorum = c.islands.num_learners
+  c.sync.min_quorum = c.islands.get_oneway_ref("num_learners")  # all, however many
   c.sync.blocking = True
   c.sync.apply = "overwrite"
   c.sync.merge = "average"

@@ -316,6 +316,8 @@ class Run:
 
     if learner is None:
       return session.load_result(self.workdir, self.config)
+    rule, fix = "is for runs without shards, whose islands train alone", "leave it out"
+    require(not self.config.sync.num_shards, "learner", learner, rule, fix)
     return weights.load(self.workdir / ISLANDS / f"learner-{learner}", "learner")
 
   def summary(self) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def coerce(hint: Any, value: Any, field: str) -> Any:
   if hint is float and isinstance(value, int) and not isinstance(value, bool):
     value = float(value) if abs(value) <= sys.float_info.max else math.inf
   right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-  require(right, field, value, f"must be of type {hint.__name__}", f"give a {hint.__name__}")
+  require(right, field, value, f"must be of type {hint.__name__}", f"give a Python {hint.__name__}")
   if hint is float:
     rule = f"must be a finite number, and lie between -{_HUGE:g} and {_HUGE:g}"
     require(abs(value) <= _HUGE, field, value, rule, "give a number of usual size")

@@ -97,6 +97,8 @@ def test_a_run_under_way_can_be_asked(tmp_path):
     assert run.status()["phase"] == "empty" and run.summary()["commits"] == 0
   with pytest.raises(ddiloco.ConfigError):
     run.params()
+  with pytest.raises(ddiloco.ConfigError, match="learner = 0: is for runs without shards"):
+    run.params(learner=0)
   (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished"}))
   assert run.summary()["reason"] == "finished"
   assert repr(run) == f"<ddiloco.Run {tmp_path} reason='finished'>"

@@ -96,9 +96,9 @@ class NnxModel:
         return self.loss(params, batch)[1]
 
   Names are the paths of the module's variables, such as "conv/kernel". Logical axes are NNX
-  sharding metadata (`nnx.Param(value, out_sharding=axes, eager_sharding=False)`); without metadata,
-  every device of the island has the whole parameter. Dropout needs a key: in a loss
-  `self.module(params, batch_key(batch))`.
+  sharding metadata (`nnx.Param(value, out_sharding=axes)`, `nnx.with_partitioning(init, axes)`);
+  without metadata, every device of the island has the whole parameter. Dropout needs a key: in a
+  loss `self.module(params, batch_key(batch))`.
 
   Args:
     build: makes the module from `nnx.Rngs`.
@@ -110,7 +110,8 @@ class NnxModel:
 
   def __init__(self, build: Callable[[nnx.Rngs], nnx.Module], trained: Any = None):
     def make(key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
-      module = build(nnx.Rngs(key))
+      with nnx.use_eager_sharding(False):  # axes are names, which no mesh has yet
+        module = build(nnx.Rngs(key))
       # An array that is an attribute is data to flax, but not while it is traced (flax 0.12).
       for _, each in nnx.iter_modules(module):
         for name in [name for name, value in vars(each).items() if isinstance(value, jax.Array)]:
@@ -202,8 +203,7 @@ class NnxModel:
         value = jnp.zeros(leaf.shape, leaf.dtype)  # a count of numbers drawn
       flat[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
     module = nnx.merge(graph, nnx.from_flat_state(flat))
-    if key is None:
-      module.set_attributes(deterministic=True, raise_if_not_found=False)
+    module.set_attributes(deterministic=key is None, raise_if_not_found=False)
     return module
 
 

@@ -231,7 +231,8 @@ def screen(
     if norm == 0 and _middle(ordered, norm)[1] > 0:
       rejected[learner] = f"all zeros, after {steps[learner]} steps"
     elif references and norm > ratio * max(references):
-      rejected[learner] = f"norm {norm:.3g} is over {ratio:g} x {max(references):.3g}"
+      bound = f"sync.max_norm_ratio ({ratio:g}) x {max(references):.3g}"
+      rejected[learner] = f"norm {norm:.3g} is over {bound}"
   return rejected
 
 

@@ -497,6 +497,17 @@ def test_experiment_files_load_validate_and_say_how_to_run_them(path):
   assert f"configs/{path.name}" in doc, "the command names the file itself"
 
 
+@pytest.mark.parametrize(
+  "name, presets", [("diloco", []), ("streaming_diloco", []), ("wan", ["data_parallel"])]
+)
+def test_a_quorum_of_all_learners_is_one_of_as_many_as_there_are(name, presets):
+  config = runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"](*presets)
+  config.islands.num_learners = 7
+  assert from_dict(config).sync.min_quorum == 7
+  config.sync.min_quorum = 3
+  assert (config.islands.num_learners, from_dict(config).sync.min_quorum) == (7, 3)
+
+
 def test_every_config_says_what_it_said_before():
   """A changed default is seen: `python -m tests.golden_configs` writes the texts anew."""
   texts = golden_configs.texts()

@@ -67,6 +67,15 @@ def test_axes_are_the_modules_metadata_or_nothing():
   assert list(axes) == list(Embedding().shapes())
 
 
+def test_axes_that_a_layers_init_is_given_need_no_mesh():
+  """Flax asked for a mesh, which the model does not know, unless eager sharding was off."""
+  init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
+  model = NnxModel(lambda rngs: nnx.Linear(2, 3, kernel_init=init, rngs=rngs))
+  assert model.logical_axes() == {"bias": (None,), "kernel": ("embed", "mlp")}
+  found = call(model.module(model.init(jax.random.key(0))), np.ones((1, 2), np.float32))
+  np.testing.assert_array_equal(found, np.full((1, 3), 2))
+
+
 def test_the_transformer_and_an_own_model_fit_the_protocol():
   assert isinstance(transformer.language_model(DENSE), Model)
   assert isinstance(Embedding(), Model) and not isinstance(NnxModel(Tower), Model)
@@ -115,6 +124,16 @@ def test_dropout_draws_from_the_key_alone_and_without_a_key_not_at_all():
   still = np.asarray(run(None))
   assert not np.any(still == 0)
   np.testing.assert_allclose(one[one != 0], 2 * still[one != 0], rtol=1e-6)
+
+
+def test_a_layer_that_must_be_told_whether_it_drops_out_is_told():
+  """With a key `nnx.MultiHeadAttention` asked for `deterministic`; without one it was given."""
+  layer = lambda rngs: nnx.MultiHeadAttention(2, 4, dropout_rate=0.5, rngs=rngs)
+  model, x = NnxModel(layer), normal(1, 1, 6, 4)
+  params = model.init(jax.random.key(0))
+  run = jax.jit(lambda key: model.module(params, key)(x, decode=False))
+  still, one, other = (np.asarray(run(key)) for key in (None, jax.random.key(1), jax.random.key(2)))
+  assert np.any(one != other) and np.any(one != still)
 
 
 def test_streams_of_one_module_draw_different_numbers():

@@ -112,7 +112,7 @@ def _sync(rng, alive):
       reason = f"quorum of {len(here)}, grace of 0.081 s is over without 3"
     if round_id == 55:
       here.remove(1)
-      rejected[1] = "norm 41.2 is over 10 x 1.31"
+      rejected[1] = "norm 41.2 is over sync.max_norm_ratio (10) x 1.31"
     yield event(
       time - 0.15,
       role,

@@ -64,7 +64,7 @@ EXAMPLES = [
   ForwardMoments(1, 0, 2, 5, 0, 1, 2, 880, BYTES),
   Publish(1, 0, 2, 5, 2**33, 8, 9, 900, 10**9, {0: 2**33}, 3, 7, "ab12", "bf16", BYTES),
   Publish(1, 0, 2, 5, -1, 0, -2, 0, 0, {}, 0, 0, "", "f32", BYTES),
-  Rejection(1, 0, 2, -1, -1, True, "norm 1e+06 is over 10 x 1"),
+  Rejection(1, 0, 2, -1, -1, True, "norm 1e+06 is over sync.max_norm_ratio (10) x 1"),
   Replica(1, 7, 1, STATE, 2**33, -2, "f32", BYTES),
   Replicated(2, 7, 5, 8, True),
   Recover(1, 8),

@@ -107,28 +107,32 @@ def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
   assert grace_seconds(1.0, 0.1, 0.1, SyncConfig(grace_safety=0.0)) == 0.0
 
 
+def over(norm: float, usual: float) -> str:
+  return f"norm {norm:.3g} is over sync.max_norm_ratio (10) x {usual:g}"
+
+
 @pytest.mark.parametrize(
   "norms, past, expected",
   [
     ({0: 1.0, 1: 1.0, 2: 10.0}, {0: 0.0, 1: 0.0, 2: 0.0}, {}),  # exactly the ratio passes
-    ({0: 1.0, 1: 1.0, 2: 10.1}, {0: 0.0, 1: 0.0, 2: 0.0}, {2: "norm 10.1 is over 10 x 1"}),
+    ({0: 1.0, 1: 1.0, 2: 10.1}, {0: 0.0, 1: 0.0, 2: 0.0}, {2: over(10.1, 1)}),
     ({0: 1.0, 1: 50.0}, {0: 5.0, 1: 5.0}, {}),  # as is usual
-    ({0: 1.0, 1: 51.0}, {0: 5.0, 1: 5.0}, {1: "norm 51 is over 10 x 5"}),
+    ({0: 1.0, 1: 51.0}, {0: 5.0, 1: 5.0}, {1: over(51, 5)}),
     ({0: 9.0, 1: 90.0}, {0: 1.0, 1: 1.0}, {}),  # the other one is no more than it may be
     (  # all grew together
       {0: 90.0, 1: 99.0},
       {0: 1.0, 1: 1.0},
-      {0: "norm 90 is over 10 x 1", 1: "norm 99 is over 10 x 1"},
+      {0: over(90, 1), 1: over(99, 1)},
     ),
     (  # most are bad in the same way
       {0: 1.0, **dict.fromkeys(range(1, 6), 99.0)},
       dict.fromkeys(range(6), 1.0),
-      dict.fromkeys(range(1, 6), "norm 99 is over 10 x 1"),
+      dict.fromkeys(range(1, 6), over(99, 1)),
     ),
     (  # two at once, and one honest answer: it ended a run
       {1: 1.0, 2: 1e12, 3: 1e12},
       {1: 1.0, 2: 1.0, 3: 1.0},
-      {2: "norm 1e+12 is over 10 x 1", 3: "norm 1e+12 is over 10 x 1"},
+      {2: over(1e12, 1), 3: over(1e12, 1)},
     ),
     ({3: 1e9}, {3: 0.0}, {}),  # alone and new
     ({3: 1e30}, {3: 0.0}, {3: "norm 1e+30 is longer than any push"}),
@@ -137,7 +141,7 @@ def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
       {2: 1.0, 3: 1.0},
       dict.fromkeys((2, 3), "norm 1e+30 is longer than any push"),
     ),
-    ({3: 1e9}, {3: 1.0}, {3: "norm 1e+09 is over 10 x 1"}),  # alone, with a past
+    ({3: 1e9}, {3: 1.0}, {3: over(1e09, 1)}),  # alone, with a past
     ({0: math.nan, 1: 1.0}, {0: 0.0, 1: 0.0}, {0: "not finite (norm nan)"}),
     ({0: math.inf, 1: 1e9}, {0: 0.0, 1: 0.0}, {0: "not finite (norm inf)"}),
     ({0: 0.0, 1: 3.0}, {0: 0.0, 1: 0.0}, {0: "all zeros, after 1 steps"}),  # others no reference
@@ -152,7 +156,7 @@ def test_screen(norms, past, expected):
 
 def test_growth_that_all_share_passes_once_it_has_lasted():
   norms, past = {0: 90.0, 1: 99.0, 2: 1e3}, dict.fromkeys(range(3), 1.0)
-  assert screen(norms, past, past, 10.0, 1, lasting=True) == {2: "norm 1e+03 is over 10 x 90"}
+  assert screen(norms, past, past, 10.0, 1, lasting=True) == {2: over(1e03, 90)}
   together = rules.grown_together
   assert together({**norms, 3: math.inf, 4: 1e30}, past, SyncConfig()) == [0, 1, 2]
   for sound in (0.0, 10.0):

@@ -190,7 +190,8 @@ def test_a_learner_that_is_new_and_alone_is_measured_by_what_is_usual_here():
   refusals = [
     a.message.reason for a in sent if isinstance(a, Send) and hasattr(a.message, "reason")
   ]
-  assert refusals == ["norm 1e+06 is over 10 x 2"] and shard.state.fragments[0].version == 1
+  assert refusals == ["norm 1e+06 is over sync.max_norm_ratio (10) x 2"]
+  assert shard.state.fragments[0].version == 1
 
 
 def test_while_the_learning_rate_warms_up_a_learner_alone_may_push_more_each_time():

@@ -176,7 +176,7 @@ def test_a_quorum_goes_on_in_lock_step_without_those_that_died_for_good(seed):
   [
     ({"norm": math.nan}, "not finite (nan)"),
     ({"norm": math.inf}, "not finite (inf)"),
-    ({"norm": 1e6}, "norm 1e+06 is over 10 x 1"),
+    ({"norm": 1e6}, "norm 1e+06 is over sync.max_norm_ratio (10) x 1"),
     ({"fault": "payload of 3 bytes, expected 4"}, "payload of 3 bytes, expected 4"),
   ],
   ids=["nan", "inf", "exploding", "malformed"],

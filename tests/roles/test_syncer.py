@@ -193,7 +193,7 @@ BAD = {
   "codec": (lambda n: ("bf16", codec.encode(np.ones(n, np.float32), "bf16")), "must be 'f32'"),
   "nan": (lambda n: ("f32", whole(n, math.nan)), "not finite"),
   "inf": (lambda n: ("f32", whole(n, -math.inf)), "not finite"),
-  "exploding": (lambda n: ("f32", whole(n, 1e9)), "is over 10 x"),
+  "exploding": (lambda n: ("f32", whole(n, 1e9)), "is over sync.max_norm_ratio (10) x"),
   "overflowing": (lambda n: ("f32", whole(n, 3e38)), "longer than any push"),
   "nan scale": (lambda n: ("int8", broken_scale(n, math.nan)), "not finite"),
 }

@@ -31,7 +31,7 @@ class Net(nnx.Module):
 
   def __init__(self, rngs: nnx.Rngs):
     table = jax.random.normal(rngs(), (4, 6))
-    self.table = nnx.Param(table, out_sharding=("embed", "mlp"), eager_sharding=False)
+    self.table = nnx.Param(table, out_sharding=("embed", "mlp"))
     self.bias = nnx.Param(jnp.zeros(6))
 
 
@@ -63,7 +63,7 @@ class Adapted(nnx.Module):
 
   def __init__(self, rngs: nnx.Rngs):
     table = jax.random.normal(rngs(), (4, 6), jnp.bfloat16)
-    self.table = nnx.Param(table, out_sharding=("embed", "mlp"), eager_sharding=False)
+    self.table = nnx.Param(table, out_sharding=("embed", "mlp"))
     self.adapter = nnx.LoRA(4, 2, 6, rngs=rngs)
     self.norm = nnx.BatchNorm(6, rngs=rngs)
     self.dropout = nnx.Dropout(0.5, rngs=rngs)
