@@ -58,9 +58,10 @@ def plan(arguments: list[str]) -> int:
       --step_seconds=4 --config.sync.num_fragments=96
 
   Bytes are those of rounds in which every learner takes part; no device is touched. Times are in
-  seconds, and a load above 1 does not fit. Peak gbps is the rate of an island's link from which on
-  sync.overlap_steps hides a sync, overlap steps are those that would hide it on these links, and
-  least shards are so many that no link and no shard is overloaded; None: no number is enough.
+  seconds. A load above 1 does not fit, and above a third syncs take longer than planned: fragments
+  wait for each other. Peak gbps is the rate of an island's link from which on sync.overlap_steps
+  hides a sync, overlap steps are those that would hide it on these links, and least shards are so
+  many that no link and no shard is overloaded; None: no number is enough.
   """
   given = Flags(arguments, "config")
   _add_plan_flags(given)
