@@ -319,7 +319,7 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
       _share(each["mfu"]),
     )
     rows.append("".join(f"<td>{html.escape(cell or '–')}</td>" for cell in cells))
-  table = '<table class="wide">' + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+  table = f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
   speeds = f"Median step, tokens per second and MFU are of each island's last {RECENT_GAPS} steps"
   return f"{table}<p>{speeds} at most, on its present chips.</p>"
 
@@ -354,11 +354,15 @@ h1 { font-size: 1.7rem; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margi
 table { border-collapse: collapse; margin: 1rem 0 }
 th, td { padding: .25rem 1.2rem .25rem 0; text-align: left }
 tr { border-bottom: 1px solid #eee } th { font-weight: normal; color: #666 }
-td { font-variant-numeric: tabular-nums }
-.wide { width: 100% } .wide td, .wide th { text-align: right }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+.wide { overflow-x: auto } .wide table { width: 100% }
+.wide td, .wide th { text-align: right; overflow-wrap: normal }
 .wide td:first-child, .wide th:first-child { text-align: left }
 figure { margin: 0 } img { width: 100%; height: auto }
 p { margin: .6rem 0 } figcaption { color: #666; font-size: .92rem }
 pre { background: #f6f6f6; padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere }
-@media (max-width: 60rem) { .wide { display: block; overflow-x: auto } }
+@media print {
+  .wide { font-size: .7rem } .wide td, .wide th { padding-right: .6rem }
+  h2 { break-after: avoid } figure, tr { break-inside: avoid }
+}
 """

@@ -74,7 +74,9 @@ function place(status, width) {
   const bottom = lossTop + lossHeight;
   const height = bottom + AXIS;
   const end = Math.max(1, status.seconds);
-  const x = (seconds) => left + (Math.min(seconds, end) / end) * (width - left - RIGHT);
+  // By a clock that is behind, a run's first seconds were before it began.
+  const x = (seconds) =>
+    left + (Math.min(Math.max(0, seconds), end) / end) * (width - left - RIGHT);
   const below = islands.length * pitch + 4 + space;
   const shardBar = many ? 6 : 8;
   const rows = new Map([
