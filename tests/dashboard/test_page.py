@@ -628,6 +628,20 @@ def test_each_of_twenty_islands_shows_its_part_in_commits_over_time(browser, tmp
     wait_for(lambda: re.search(said, look()), look)
 
 
+def test_no_part_in_commits_is_shown_of_times_without_a_run(browser, tmp_path):
+  """Where a run went on after hours, its strips began before it, and went on after its end."""
+  again = [changed(e, time=e.time + 240, incarnation=e.incarnation + 2) for e in make_run()]
+  write_log(tmp_path, [*make_run(), *again])
+  with shown(browser, tmp_path):
+    strips = "[...document.querySelectorAll('#chart .strip')].map(e => e.getAttribute('d'))"
+    bars = re.findall(r"M([\d.]+) [\d.]+h([\d.]+)", " ".join(browser.ask(strips)))
+    left, right = 176, browser.ask("document.querySelector('#chart').clientWidth") - 14
+    at = lambda time: left + (right - left) * time / (240 + END + 0.3)
+    places = [(float(x), float(x) + float(width)) for x, width in bars]
+    inside = [at(3) < x < to < at(63) or at(243) < x < to < at(303) for x, to in places]
+    assert len(places) > 40 and all(inside)
+
+
 def test_stalled_and_quarantined_islands_look_different(browser, tmp_path):
   """The same stripes stood for both, on the lanes and twice in the legend."""
   events = [event for event in make_run() if event.time <= 18.0]
