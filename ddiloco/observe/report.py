@@ -18,7 +18,16 @@ from ddiloco.observe.eventlog import FLUSH_SECONDS, EventStream
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.islands import OUTER_GRADIENTS, RECENT_GAPS
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, loss_text, percent, plain, rounded, time_unit
+from ddiloco.observe.style import (
+  bytes_text,
+  clock_time,
+  compact,
+  loss_text,
+  percent,
+  plain,
+  rounded,
+  time_unit,
+)
 from ddiloco.protocol.events import Event, Fault, Hung, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
@@ -258,7 +267,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("MFU", said(_share, "mfu")),
     ("time learners were blocked", said(_seconds, "blocked_seconds")),
     ("time learners waited for data", said(_seconds, "data_seconds")),
-    ("bytes sent", said(lambda sent: f"{compact(sent)}B", "bytes_sent")),
+    ("bytes sent", said(bytes_text, "bytes_sent")),
     ("lines of the log that cannot be read", f"{damaged:,}" if damaged else ""),
     ("clocks that differ", said(str, "clocks")),
     ("what the log lacks", lacking if finished and done < wanted else ""),
@@ -339,7 +348,7 @@ def _time(seconds: float) -> str:
 def _causes(lost_time: Mapping[str, float]) -> str:
   """The causes of at least half a percent, the greatest first."""
   lost = sorted(lost_time.items(), key=lambda each: -each[1])
-  return ", ".join(f"{CAUSES[cause]} {share:.1%}" for cause, share in lost if share >= 5e-3)
+  return ", ".join(f"{CAUSES[cause]} {percent(share, 1)}" for cause, share in lost if share >= 5e-3)
 
 
 def _loss(value: Any) -> str:

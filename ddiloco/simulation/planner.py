@@ -26,7 +26,7 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.config.schema import MAX_STREAMS
-from ddiloco.observe.style import compact
+from ddiloco.observe.style import bytes_text
 from ddiloco.protocol import events
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES, Exchanged, Setting, SyncTime, TypicalRound
@@ -229,9 +229,9 @@ def _window(setting: Setting) -> Iterator[str]:
     streams = math.ceil(needed / bandwidth.CONNECTION_BYTES)
     more = f"set network.streams = {streams}, or " if streams <= MAX_STREAMS else ""
     yield (
-      f"The link holds {compact(needed)}B until an answer is back, more than the"
-      f" {compact(setting.window_bytes)}B that Linux lets one peer have under way. Fix: {more}raise"
-      " net.ipv4.tcp_wmem and tcp_rmem on both sides."
+      f"The link holds {bytes_text(needed)} until an answer is back, more than the"
+      f" {bytes_text(setting.window_bytes)} that Linux lets one peer have under way. Fix: {more}"
+      "raise net.ipv4.tcp_wmem and tcp_rmem on both sides."
     )
 
 
