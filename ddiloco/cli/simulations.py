@@ -58,9 +58,10 @@ def plan(arguments: list[str]) -> int:
       --step_seconds=4 --config.sync.num_fragments=96
 
   Bytes are those of rounds in which every learner takes part; no device is touched. Times are in
-  seconds, and a load above 1 does not fit. Peak gbps is the rate of an island's link from which on
-  sync.overlap_steps hides a sync, overlap steps are those that would hide it on these links, and
-  least shards are so many that no link and no shard is overloaded; None: no number is enough.
+  seconds. A load above 1 does not fit, and above a third syncs take longer than planned: fragments
+  wait for each other. Peak gbps is the rate of an island's link from which on sync.overlap_steps
+  hides a sync, overlap steps are those that would hide it on these links, and least shards are so
+  many that no link and no shard is overloaded; None: no number is enough.
   """
   given = Flags(arguments, "config")
   _add_plan_flags(given)
@@ -231,7 +232,7 @@ def chips(arguments: list[str]) -> int:
   jobs = {
     "data-parallel, not elastic": inelastic,
     "data-parallel, elastic": elastic,
-    f"decoupled, {fleet.learners} learner{'s' * (fleet.learners > 1)}": decoupled,
+    f"decoupled, {_count(fleet.learners, 'learner')}": decoupled,
   }
   spent = {label: job(fleet) for label, job in jobs.items()}
   shares = {
@@ -246,8 +247,9 @@ def chips(arguments: list[str]) -> int:
     return FINISHED
   often = f", one every {fleet.seconds / failures:.3g} s" if failures else ""
   print(
-    f"{fleet.chips:,} chips, {fleet.days:g} days, {fleet.mtbi_chip_years:g} years between failures"
-    f" of one chip: {failures:,} failures{often} (seed {fleet.seed}).\n"
+    f"{_count(fleet.chips, 'chip')}, {_count(fleet.days, 'day')},"
+    f" {_count(fleet.mtbi_chip_years, 'year')} between failures of one chip:"
+    f" {_count(failures, 'failure')}{often} (seed {fleet.seed}).\n"
   )
   columns = ("goodput", "uptime", *CAUSES)
   print(f"{'':27}" + "".join(f"{name:>10}" for name in columns))
@@ -255,6 +257,10 @@ def chips(arguments: list[str]) -> int:
     cells = (f"{row[name]:10.2%}" if row[name] else f"{'–':>10}" for name in columns)
     print(f"{label:27}" + "".join(cells))
   return FINISHED
+
+
+def _count(number: float, what: str) -> str:
+  return f"{number:,.12g} {what}" + "s" * (number != 1)
 
 
 SIMULATIONS: dict[str, Callable[[list[str]], int]] = {"chips": chips, "protocol": protocol}

@@ -184,7 +184,7 @@ class RunFollower:
     now = run.time if started is None else time.time() - started + self._ahead
     sync = self._config and self._config.sync
     status = run_status(run, now, sync, self._reason, self._trouble)
-    if not (self._caught_up or self._trouble) and run.num_events:
+    if not (self._caught_up or self._trouble):
       text = f"The log is being read: {run.num_events:,} events so far."
       status |= {"phase": "empty", "text": text}
     name = status["name"] or run_name(self.workdir)

@@ -63,7 +63,7 @@ def status(
     "text": text,
     "seconds": round(now, 1),
     "seconds_left": rounded(run.seconds_left(now)) if state == "running" else None,
-    "progress": round(run.progress, 5),
+    "progress": rounded(run.progress),
     "tokens_done": round(run.tokens_done),
     "total_tokens": run.total_tokens,
     "tokens_per_second": rate,

@@ -428,8 +428,11 @@ class Follower(EventStream):
     logs = _all_logs(self._workdir)
     found, self._late, self.unread = self._late, [], {}
     waiting = {part.path for part in found}  # newer lines of these files wait for the older ones
-    # Sizes of shards' logs before those of learners: no commit is read without its pushes.
-    for path in sorted({*logs} - waiting, reverse=True):
+    # Sizes of shards' logs before those of learners: no commit is read without its pushes. That of
+    # an engine whose start is known before all: it tells of an end after what has ended.
+    known = {path for path in self._read if path.stem == "engine"}
+    order = sorted({*logs} - waiting, key=lambda path: (path in known, path), reverse=True)
+    for path in order:
       start, seen = self._read.get(path, (0, 0))
       try:
         size = path.stat().st_size

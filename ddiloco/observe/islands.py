@@ -8,7 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
-from ddiloco.observe.style import compact, rounded
+from ddiloco.observe.style import compact, percent, rounded
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Started, Step, parse_role
 
@@ -240,7 +240,7 @@ class Speed:
     parts = [
       f"{compact(self.tokens_per_second)} tokens/s" if self.tokens_per_second > 0 else "",
       f"{compact(self.per_chip)} a chip" if self.per_chip > 0 else "",
-      f"{self.mfu:.1%} MFU" if self.mfu > 0 else "",
+      f"{percent(self.mfu, 1)} MFU" if self.mfu > 0 else "",
     ]
     return ", ".join(part for part in parts if part)
 

@@ -145,7 +145,7 @@ def _islands(view: RunState, now: float, gap: int) -> Table:
 
 
 def _share(value: float) -> str:
-  return f"{value:.1%}" if math.isfinite(value) else "–"
+  return percent(value, 1) if math.isfinite(value) else "–"
 
 
 def _missed(island: IslandState, now: float) -> Text:

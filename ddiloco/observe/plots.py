@@ -397,8 +397,8 @@ def _marks(axes: Axes, marks: Iterable[LogEvent], rows: dict[str, int]) -> list[
   """Draws the marks and returns their kinds, for the legend."""
   places: dict[str, list[tuple[float, int]]] = {name: [] for name in MARKS}
   for each in marks:
-    if each.role in rows:
-      places[each.mark].append((each.time, rows[each.role]))
+    if each.role in rows:  # by a clock that is behind, a mark may be before the run's start
+      places[each.mark].append((max(0.0, each.time), rows[each.role]))
   for name, where in places.items():
     if where:
       marker, face, _ = MARKS[name]

@@ -18,7 +18,16 @@ from ddiloco.observe.eventlog import FLUSH_SECONDS, EventStream
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.islands import OUTER_GRADIENTS, RECENT_GAPS
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, loss_text, percent, plain, rounded, time_unit
+from ddiloco.observe.style import (
+  bytes_text,
+  clock_time,
+  compact,
+  loss_text,
+  percent,
+  plain,
+  rounded,
+  time_unit,
+)
 from ddiloco.protocol.events import Event, Fault, Hung, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
@@ -258,7 +267,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("MFU", said(_share, "mfu")),
     ("time learners were blocked", said(_seconds, "blocked_seconds")),
     ("time learners waited for data", said(_seconds, "data_seconds")),
-    ("bytes sent", said(lambda sent: f"{compact(sent)}B", "bytes_sent")),
+    ("bytes sent", said(bytes_text, "bytes_sent")),
     ("lines of the log that cannot be read", f"{damaged:,}" if damaged else ""),
     ("clocks that differ", said(str, "clocks")),
     ("what the log lacks", lacking if finished and done < wanted else ""),
@@ -319,7 +328,7 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
       _share(each["mfu"]),
     )
     rows.append("".join(f"<td>{html.escape(cell or '–')}</td>" for cell in cells))
-  table = '<table class="wide">' + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+  table = f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
   speeds = f"Median step, tokens per second and MFU are of each island's last {RECENT_GAPS} steps"
   return f"{table}<p>{speeds} at most, on its present chips.</p>"
 
@@ -339,7 +348,7 @@ def _time(seconds: float) -> str:
 def _causes(lost_time: Mapping[str, float]) -> str:
   """The causes of at least half a percent, the greatest first."""
   lost = sorted(lost_time.items(), key=lambda each: -each[1])
-  return ", ".join(f"{CAUSES[cause]} {share:.1%}" for cause, share in lost if share >= 5e-3)
+  return ", ".join(f"{CAUSES[cause]} {percent(share, 1)}" for cause, share in lost if share >= 5e-3)
 
 
 def _loss(value: Any) -> str:
@@ -354,11 +363,15 @@ h1 { font-size: 1.7rem; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margi
 table { border-collapse: collapse; margin: 1rem 0 }
 th, td { padding: .25rem 1.2rem .25rem 0; text-align: left }
 tr { border-bottom: 1px solid #eee } th { font-weight: normal; color: #666 }
-td { font-variant-numeric: tabular-nums }
-.wide { width: 100% } .wide td, .wide th { text-align: right }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+.wide { overflow-x: auto } .wide table { width: 100% }
+.wide td, .wide th { text-align: right; overflow-wrap: normal }
 .wide td:first-child, .wide th:first-child { text-align: left }
 figure { margin: 0 } img { width: 100%; height: auto }
 p { margin: .6rem 0 } figcaption { color: #666; font-size: .92rem }
 pre { background: #f6f6f6; padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere }
-@media (max-width: 60rem) { .wide { display: block; overflow-x: auto } }
+@media print {
+  .wide { font-size: .7rem } .wide td, .wide th { padding-right: .6rem }
+  h2 { break-after: avoid } figure, tr { break-inside: avoid }
+}
 """

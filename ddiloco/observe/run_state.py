@@ -30,6 +30,7 @@ from ddiloco.observe.islands import (
   role_name,
   speed,
 )
+from ddiloco.observe.style import rounded
 from ddiloco.observe.tracks import Rejoins
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
@@ -160,7 +161,7 @@ class RunState:
 
   def participation(self, m: int) -> float | None:
     """The share of all commits that an island took part in; None without commits."""
-    return round(self.islands[m].commits / self.commits, 4) if self.commits else None
+    return rounded(self.islands[m].commits / self.commits) if self.commits else None
 
   @property
   def outer_gradients(self) -> dict[str, float]:

@@ -22,15 +22,31 @@ def shard_colour(shard: int, num_shards: int) -> str:
   return f"#{level:02x}{level:02x}{level:02x}"
 
 
+def _greater(value: float) -> float:
+  """The next number away from 0. Where two roundings are as near, Python would take the even one,
+  the page's JavaScript takes the greater: 1.25M would be 1.2M here and 1.3M there."""
+  return math.nextafter(value, math.copysign(math.inf, value)) if value else value
+
+
 def compact(value: float) -> str:
   """A count in four characters or so: 950, 12.3k, 4.0M; a dash if it is not finite."""
   if not math.isfinite(value):
     return "–"
   for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
     if abs(value) >= 0.9995 * limit:
-      scaled = value / limit
+      scaled = _greater(value / limit)
       return f"{scaled:.0f}{unit}" if abs(scaled) >= 99.95 else f"{scaled:.1f}{unit}"
-  return f"{value:.0f}"
+  return f"{_greater(value):.0f}"
+
+
+def bytes_text(count: float) -> str:
+  """A number of bytes: 950 B, 12.3 kB, 4.0 MB.
+
+  The page has the same function in JavaScript (`bytes` in dashboard/page/format.js).
+  """
+  number = compact(count)
+  unit = number[-1] if number[-1] in "kMGT" else ""
+  return f"{number.removesuffix(unit)} {unit}B" if math.isfinite(count) else number
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -38,8 +54,8 @@ def percent(share: float, digits: int = 0) -> str:
 
   The page has the same function in JavaScript (`percent` in dashboard/page/format.js).
   """
-  most = 1.0 if share >= 1 else 1.0 - 10.0 ** -(2 + digits)
-  return f"{min(share, most):.{digits}%}"
+  most = 100.0 if share >= 1 else 100.0 - 10.0**-digits
+  return f"{_greater(min(100 * share, most)):.{digits}f}%"
 
 
 def rounded(value: float, digits: int = 6) -> float | None:
@@ -80,4 +96,4 @@ def loss_text(loss: float) -> str:
   """
   if not math.isfinite(loss):
     return "–"
-  return f"{loss:.3f}" if abs(loss) >= 0.1 else f"{loss:#.3g}"
+  return f"{_greater(loss):.3f}" if abs(loss) >= 0.1 else f"{_greater(loss):#.3g}"

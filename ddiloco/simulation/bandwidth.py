@@ -314,6 +314,8 @@ def typical(setting: Setting, size: int) -> TypicalRound:
   periods: list[float] = []
   rounds: list[float] = []
   deliveries: list[float] = []
+  # A round that began late makes the next period shorter, by half at most (`rules.due_after`).
+  in_turn = setting.period_seconds + step / 2
   for copied_out, there in zip(drawn, arrived):
     decided = min(max(there), sorted(there)[least - 1] + grace)
     rounds.append(decided + sync.merge)
@@ -328,8 +330,8 @@ def typical(setting: Setting, size: int) -> TypicalRound:
       if merged:
         taken.append(applied - at)
       counted = at if merged else applied  # from then on steps count towards the next sync
-      due.append(max(counted + setting.period_seconds, applied) + latency)
-    periods.append(sorted(due)[least - 1])
+      due.append(max(counted + setting.period_seconds / 2, applied) + latency)
+    periods.append(max(sorted(due)[least - 1], in_turn))
   return TypicalRound(
     applied_steps=statistics.mean(taken) / step,
     participation=len(taken) / (DRAWS * setting.islands),

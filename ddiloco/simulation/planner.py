@@ -26,7 +26,7 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.config.schema import MAX_STREAMS
-from ddiloco.observe.style import compact
+from ddiloco.observe.style import bytes_text
 from ddiloco.protocol import events
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES, Exchanged, Setting, SyncTime, TypicalRound
@@ -64,7 +64,7 @@ def make(setting: Setting) -> ExchangePlan:
   host_load = host_bytes / (setting.host_gbytes * 1e9) / setting.period_seconds
   sync, usual = bandwidth.sync_time(setting, max(setting.sizes)), _usual(setting)
   overlap_steps = math.ceil(sync.total / setting.step_seconds)
-  period_steps, utilisation = _pace(setting, sync, usual, max(link_load, core_load, host_load))
+  period_steps, utilisation = _pace(setting, usual, max(link_load, core_load, host_load))
   return ExchangePlan(
     **{**dataclasses.asdict(usual), "period_steps": period_steps},
     exchanged=bandwidth.exchanged(setting.sizes, setting.sync),
@@ -137,15 +137,16 @@ def _usual(setting: Setting) -> TypicalRound:
   return TypicalRound(*(statistics.fmean(each, weights) for each in zip(*rounds)))
 
 
-def _pace(
-  setting: Setting, sync: SyncTime, usual: TypicalRound, load: float
-) -> tuple[float, float]:
+def _pace(setting: Setting, usual: TypicalRound, load: float) -> tuple[float, float]:
   """(effective H in steps, utilisation)."""
   config = setting.sync
   period = config.sync_period
   if not config.blocking:
     return max(usual.period_steps, period * load), 1.0
-  waits = config.num_fragments * max(0.0, sync.total - setting.overlap_seconds)
+  waits = sum(
+    count * max(0.0, bandwidth.sync_time(setting, size).total - setting.overlap_seconds)
+    for size, count in collections.Counter(setting.sizes).items()
+  )
   seconds = max(setting.period_seconds + waits, setting.period_seconds * load)
   return float(period), setting.period_seconds / seconds
 
@@ -228,9 +229,9 @@ def _window(setting: Setting) -> Iterator[str]:
     streams = math.ceil(needed / bandwidth.CONNECTION_BYTES)
     more = f"set network.streams = {streams}, or " if streams <= MAX_STREAMS else ""
     yield (
-      f"The link holds {compact(needed)}B until an answer is back, more than the"
-      f" {compact(setting.window_bytes)}B that Linux lets one peer have under way. Fix: {more}raise"
-      " net.ipv4.tcp_wmem and tcp_rmem on both sides."
+      f"The link holds {bytes_text(needed)} until an answer is back, more than the"
+      f" {bytes_text(setting.window_bytes)} that Linux lets one peer have under way. Fix: {more}"
+      "raise net.ipv4.tcp_wmem and tcp_rmem on both sides."
     )
 
 

@@ -283,7 +283,9 @@ class World(VirtualTime):
 
   def say(self, event: Event) -> None:
     """Tells of an event of the engine."""
-    self.tell(None, stamped(event, self.now, "engine", 0))
+    # An end comes after what it ends. Logs are merged by time, in which they have microseconds.
+    later = 1e-6 if isinstance(event, events.Exit | events.RunFinished) else 0.0
+    self.tell(None, stamped(event, self.now + later, "engine", 0))
 
   # --- lives --------------------------------------------------------------------------------------
 

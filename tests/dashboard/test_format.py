@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ import ddiloco.dashboard
 from ddiloco.dashboard.status import status
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, loss_text, percent, rounded
+from ddiloco.observe.style import bytes_text, clock_time, compact, loss_text, percent, rounded
 from tests.made_events import made
 from tests.observe.test_tracks_rejoins import PHASES
 
@@ -23,10 +24,15 @@ NODE = shutil.which("node")
 
 def computed(tmp_path: Path, name: str, argument: str, file: str = "format.js") -> Any:
   """What a function of the page returns."""
+  return evaluated(tmp_path, f"{name}({argument})", name, file)
+
+
+def evaluated(tmp_path: Path, expression: str, names: str, file: str = "format.js") -> Any:
+  """The value of an expression with functions of the page."""
   page = shutil.copytree(PAGE, tmp_path / "page")
   (page / "package.json").write_text('{"type": "module"}')
-  said = f"console.log(JSON.stringify({name}({argument})))"
-  script = f'import {{ {name} }} from "{page / file}"; {said}'
+  said = f"console.log(JSON.stringify({expression}))"
+  script = f'import {{ {names} }} from "{page / file}"; {said}'
   command = [str(NODE), "--input-type=module", "-e", script]
   done = subprocess.run(command, capture_output=True, text=True, check=True)
   return json.loads(done.stdout)
@@ -74,6 +80,26 @@ def test_only_all_of_it_is_a_hundred_percent(share, digits, text, tmp_path):
 @pytest.mark.parametrize("seconds", [0, 754, 3723, 86_399, 86_400, 90 * 86_400 + 3723, -1])
 def test_the_page_shows_times_as_the_terminal_does(seconds, tmp_path):
   assert computed(tmp_path, "clockTime", str(seconds)) == clock_time(seconds)
+
+
+@pytest.mark.skipif(NODE is None, reason="no node on the PATH")
+def test_the_page_rounds_as_terminal_and_report_do(tmp_path):
+  """1,250,000 tokens were 1.3M on the page and 1.2M elsewhere, 5 of 8 commits 63 % and 62 %."""
+  chance = random.Random(0)
+  halves = [n / 2**k for k in range(1, 15) for n in (1, 3, 5, 7, 9, 11, 13)]
+  shares = [*(each for each in halves if each <= 1), *(chance.random() for _ in range(500))]
+  counts = [round(each * 1e6) for each in (*halves, *shares)] + [1_250_000, 999_950, 62_500]
+  losses = [*halves, *(20 * share for share in shares), *(0.1 * share for share in shares)]
+  losses = [each for each in losses if each >= 1e-4]  # smaller ones have another exponent
+  wanted = {
+    "compact": [compact(each) for each in counts],
+    "bytes": [bytes_text(each) for each in counts],
+    "loss": [loss_text(each) for each in losses],
+    "percent": [[percent(each, digits) for digits in (0, 1)] for each in shares],
+  }
+  said = f"compact: {counts}.map(compact), bytes: {counts}.map(bytes), loss: {losses}.map(loss)"
+  said += f", percent: {shares}.map(each => [percent(each), percent(each, 1)])"
+  assert evaluated(tmp_path, f"{{{said}}}", ", ".join(wanted)) == wanted
 
 
 def heat(tmp_path, steps, now, spans=None) -> list:

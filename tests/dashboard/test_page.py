@@ -9,6 +9,7 @@ import time
 import pytest
 
 from ddiloco.dashboard.server import Dashboard, RequestRefused, Where
+from ddiloco.observe.eventlog import to_line
 from ddiloco.observe.report import write_report
 from ddiloco.workdir import FAULTS, STARTED
 from tests.dashboard.browser import CHROMIUM, Browser
@@ -159,6 +160,16 @@ def test_bars_and_marks_stand_at_their_times(browser, tmp_path):
     said = browser.text("#participation")
     assert meters == pytest.approx([1.0, 0.99, 0.85, 0.71], abs=0.02) and "99%" in said
     assert browser.text("#as-of").startswith("As of ")
+
+
+def test_what_was_before_the_start_by_a_clock_that_is_behind_stays_in_the_chart(browser, tmp_path):
+  """Bars lay over the names, and beyond the page."""
+  write_log(tmp_path, [changed(event, time=event.time - 10) for event in make_run()])
+  with shown(browser, tmp_path):
+    left = "(e => e.getBoundingClientRect().x)"
+    drawn = "[...document.querySelectorAll('#chart :is(rect, path, circle)')]"
+    least = browser.ask(f"Math.min(...{drawn}.map({left})) - {left}(chart)")
+    assert least >= 176 - 8, "half of a mark"
 
 
 def test_tiny_losses_are_told_apart(browser, tmp_path):
@@ -326,7 +337,7 @@ def test_a_page_that_nobody_sees_is_drawn_when_it_is_seen_again(browser, tmp_pat
     assert browser.ask(width) > 800
     browser.size(500, 900)
     browser.ask(hidden % "false")
-    assert browser.ask(width) < 500, "a canvas does not follow the page by itself"
+    browser.until(f"{width} < 500")  # a canvas does not follow the page by itself
     script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=hidden % "true")
     show(browser, dashboard, "over")
     assert browser.ask("document.title") == "95% quickstart · ddiloco"
@@ -491,9 +502,15 @@ def test_it_is_readable_wide_and_narrow_light_and_dark(browser, tmp_path, scheme
 
 
 def test_a_long_name_widens_neither_the_page_nor_the_report_on_a_phone(browser, tmp_path):
+  """Nor does why it ended, which may have a path in it."""
   browser.size(390, 900)
   overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-  with shown(browser, run(tmp_path, name="sweep_rate=0.02_batch=8_seed=0_optimizer=muon_quorum=2")):
+  name = "sweep_rate=0.02_batch=8_seed=0_optimizer=muon_quorum=2"
+  run(tmp_path, name=name)
+  ended = made(END + 1, "engine", "run_finished", reason=f"no room in /runs/{name}/{name}")
+  with (tmp_path / "events" / "engine.jsonl").open("ab") as file:
+    file.write(to_line(ended))
+  with shown(browser, tmp_path):
     assert browser.ask(overflow) <= 0
   browser.open((write_report(tmp_path) / "index.html").as_uri())
   assert browser.ask(overflow) <= 0
@@ -611,6 +628,20 @@ def test_each_of_twenty_islands_shows_its_part_in_commits_over_time(browser, tmp
     wait_for(lambda: re.search(said, look()), look)
 
 
+def test_no_part_in_commits_is_shown_of_times_without_a_run(browser, tmp_path):
+  """Where a run went on after hours, its strips began before it, and went on after its end."""
+  again = [changed(e, time=e.time + 240, incarnation=e.incarnation + 2) for e in make_run()]
+  write_log(tmp_path, [*make_run(), *again])
+  with shown(browser, tmp_path):
+    strips = "[...document.querySelectorAll('#chart .strip')].map(e => e.getAttribute('d'))"
+    bars = re.findall(r"M([\d.]+) [\d.]+h([\d.]+)", " ".join(browser.ask(strips)))
+    left, right = 176, browser.ask("document.querySelector('#chart').clientWidth") - 14
+    at = lambda time: left + (right - left) * time / (240 + END + 0.3)
+    places = [(float(x), float(x) + float(width)) for x, width in bars]
+    inside = [at(3) < x < to < at(63) or at(243) < x < to < at(303) for x, to in places]
+    assert len(places) > 40 and all(inside)
+
+
 def test_stalled_and_quarantined_islands_look_different(browser, tmp_path):
   """The same stripes stood for both, on the lanes and twice in the legend."""
   events = [event for event in make_run() if event.time <= 18.0]
@@ -655,6 +686,51 @@ def test_the_theme_can_be_chosen_and_is_kept(browser, tmp_path):
     assert browser.ask("document.documentElement.dataset.theme") == "dark"
     assert "14" in browser.ask("getComputedStyle(document.body).backgroundColor")
     browser.ask("document.querySelector('#theme').click()")
+
+
+HEAT_PIXEL = """((canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(canvas.width - 40, 4, 1, 1);
+  return data.slice(0, 3).join(", ");
+})(document.querySelector("#heat-canvas"))"""
+AS_USUAL = "getComputedStyle(document.querySelector('#heat-legend .heat-1')).backgroundColor"
+
+
+def test_the_map_of_step_times_follows_the_page_and_its_colours(browser, tmp_path):
+  """It stayed as narrow, or as dark, as when the run was polled last; without a server for ever."""
+  with shown(browser, run(tmp_path)):
+    browser.ask("window.setTimeout = () => {}")  # nothing is polled any more
+    for width, scheme in ((600, "dark"), (1200, "light")):
+      browser.size(width, 900)
+      browser.scheme(scheme)
+      browser.until("document.querySelector('#heat-canvas').clientWidth === heat.clientWidth")
+      browser.until(f"`rgb(${{{HEAT_PIXEL}}})` === {AS_USUAL}")
+
+
+def test_it_can_be_printed(browser, tmp_path):
+  """From the dark theme it was pale on white, colours were left out, and tables were cut off."""
+  slow = {"target": "learner-3", "action": "slow"}
+  events = [made(30.0, "engine", "fault", **slow, detail=f"number {n}") for n in range(50)]
+  write_log(tmp_path, sorted([*make_run(), *events], key=lambda event: event.time))
+  with shown(browser, tmp_path):
+    for _ in range(2):
+      browser.ask("document.querySelector('#theme').click()")
+    assert browser.text("#theme") == "Theme: dark"
+    browser.size(700, 900)
+    browser.send("Emulation.setEmulatedMedia", media="print")
+    browser.until(f"`rgb(${{{HEAT_PIXEL}}})` === {AS_USUAL}")
+    body = "getComputedStyle(document.body)"
+    assert browser.ask(f"[{body}.backgroundColor, {body}.color, {body}.printColorAdjust]") == [
+      *("rgb(255, 255, 255)", "rgb(21, 25, 30)", "exact")
+    ]
+    cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollHeight > e.clientHeight)"
+    assert browser.ask(f"{cut}.length") == 0
+    browser.send("Emulation.setEmulatedMedia", media="")
+    browser.ask("document.querySelector('#theme').click()")
+  browser.open((write_report(tmp_path) / "index.html").as_uri())
+  browser.send("Emulation.setEmulatedMedia", media="print")
+  wide = "(e => e.scrollWidth - e.clientWidth)(document.querySelector('.wide'))"
+  assert browser.ask(wide) == 0
+  browser.send("Emulation.setEmulatedMedia", media="")
 
 
 def test_a_browser_that_blocks_its_storage_shows_the_run(browser, tmp_path):

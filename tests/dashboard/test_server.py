@@ -201,6 +201,12 @@ def test_one_log_that_cannot_be_read_is_said_until_it_can(serve, workdir, monkey
   assert found["islands"][0]["step"] == 2
 
 
+def test_before_it_has_looked_it_does_not_say_that_there_are_no_events(workdir):
+  """Of two thousand logs it said so for seconds."""
+  said = module.RunFollower(workdir).status()
+  assert (said["phase"], said["text"]) == ("empty", "The log is being read: 0 events so far.")
+
+
 @pytest.mark.parametrize("trouble", [OSError("out of reach"), KeyError("a mistake of a view")])
 def test_trouble_with_the_log_that_comes_again_is_said_again(workdir, capsys, monkeypatch, trouble):
   monkeypatch.setattr(module, "POLL_SECONDS", 0.0)

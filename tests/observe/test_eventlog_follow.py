@@ -101,6 +101,27 @@ def test_followed_in_any_pieces_it_is_what_is_read_at_the_end(tmp_path, log, see
   assert len(seen) == 600 and sorted(seen, key=key) == sorted(read_events(tmp_path), key=key)
 
 
+def test_the_end_of_a_run_never_comes_before_the_last_lines_of_its_roles(
+  tmp_path, log, monkeypatch
+):
+  """Of thousands of logs, in which a run ended while their sizes were looked at."""
+  log(line(1.0))
+  log(line(0.0, "engine"), "engine")
+  follower, lines_back, looks = Follower(tmp_path), eventlog._lines_back, []
+  assert len(follower.poll()) == 2
+
+  def look(*args):
+    found = [*lines_back(*args)]
+    if not looks:  # the first size is known, and now the run ends
+      log(line(2.0))
+      log(line(3.0, "engine"), "engine")
+    looks.append(args)
+    return iter(found)
+
+  monkeypatch.setattr(eventlog, "_lines_back", look)
+  assert times([*follower.poll(), *follower.poll()]) == [2.0, 3.0]
+
+
 def test_a_log_that_vanishes_between_two_looks_is_no_error(tmp_path, log):
   follower = Follower(tmp_path)
   log(line(1.0))

@@ -109,6 +109,13 @@ def test_the_rows_of_islands_and_shards_have_their_states_and_marks(run_events):
 LOOKS = ("running", "joining", "stalled", "quarantined", "down")
 
 
+def test_a_mark_before_the_run_by_a_clock_that_is_behind_is_no_mark_on_a_name(make, run_events):
+  earlier = (make.changed(event, time=event.time - KILL - 5) for event in run_events)
+  (axes,) = plots.timeline_figure(RunState().read(earlier)).axes
+  marks = [each for each in axes.collections if isinstance(each, PathCollection)]
+  assert min(each.get_offsets()[0][0] for each in marks) == 0.0
+
+
 def test_no_two_states_look_alike():
   looks = [plots._bar_style(state, "#0072B2") for state in LOOKS]
   assert all(a != b for a, b in itertools.combinations(looks, 2))

@@ -164,7 +164,7 @@ def test_each_known_number_has_its_row():
     *("5.500", "1.500, measured at 1:56:40 (h:min:s)", "2.000", "1.900"),
     *("2026-11-29 22:36 UTC", "2:03:04", "1.5M of 2.0M", "0.125", "3", "4 and 2"),
     *("1.23 × its median step", "1", "50.0%", "75.0%", "99.0%", "1.2k", "40.0%", "0 s", "2 s"),
-    *("5.0GB", "3", "it goes on: this is its report so far"),
+    *("5.0 GB", "3", "it goes on: this is its report so far"),
   ]
   assert said["time (h:min:s)"] == "2:03:04" and said["held-out a b, merged model"] == "2.000"
   assert dict(key_numbers({**known, "seconds": 184.0}))["time (min:s)"] == "3:04"

@@ -260,7 +260,7 @@ def test_what_tau_does_not_hide_is_said_in_plain_words():
 def test_a_window_smaller_than_the_link_is_said():
   setting = changed(REGIONS, latency_seconds=0.5, window_bytes=1 << 20)
   (text,) = planner.findings(setting, planner.make(setting))
-  assert "more than the 1.0MB that" in text and "network.streams" not in text, "64 are too few"
+  assert "more than the 1.0 MB that" in text and "network.streams" not in text, "64 are too few"
   near = changed(setting, latency_seconds=0.05)
   (text,) = planner.findings(near, planner.make(near))
   assert f"network.streams = {math.ceil(PAYLOAD_SHARE * 5e8 / 8 / (4 << 20))}, or raise" in text

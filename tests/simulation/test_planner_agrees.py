@@ -30,7 +30,8 @@ def make(learners: int, steps: int, values: dict) -> config_lib.Config:
 
 
 GRID = {
-  # name: learners, step seconds, size in MB, Mbit/s of islands, of shards (0: beside), ms, sync
+  # name: learners, step seconds, MB of every fragment or of each, Mbit/s of islands, of shards (0:
+  # beside), ms, sync
   "links alone, two islands": (2, 0.5, 1, 10, 100, 0, {"sync_period": 40, "overlap_steps": 20}),
   "the same, far apart": (2, 0.5, 1, 10, 100, 120, {"sync_period": 40, "overlap_steps": 20}),
   "two hops in a step or more": (3, 0.1, 1, 20, 200, 130, {"sync_period": 60, "overlap_steps": 30}),
@@ -68,6 +69,14 @@ GRID = {
     *(4, 6.0, 4, 66, 400, 30),
     {"sync_period": 16, "overlap_steps": 3, "num_fragments": 48, "num_shards": 4},
   ),
+  "due again after four steps": (
+    *(2, 0.1, 1, 390, 0, 0),
+    {"sync_period": 4, "overlap_steps": 1, "num_fragments": 8, "min_quorum": 2},
+  ),
+  "lock-step, one large fragment": (
+    *(3, 6.0, (4, 1, 1), 4, 40, 0),
+    {"sync_period": 8, "overlap_steps": 1, "num_fragments": 3, "min_quorum": 3, "blocking": True},
+  ),
   "lock-step": (
     *(4, 1.0, 4, 20, 100, 50),
     {"sync_period": 24, "overlap_steps": 1, "min_quorum": 4, "blocking": True},
@@ -80,7 +89,8 @@ def both(name: str) -> dict[str, tuple[float, float]]:
   learners, step, mb, mbit, shard_mbit, ms, sync = GRID[name]
   config = make(learners, 12 * sync["sync_period"], sync)
   rates = {"gbps": mbit / 1e3, "shard_gbps": shard_mbit / 1e3}
-  sizes, account = (mb * MB,) * config.sync.num_fragments, Account()
+  each = mb if isinstance(mb, tuple) else (mb,) * config.sync.num_fragments
+  sizes, account = tuple(size * MB for size in each), Account()
   speeds = Speeds(
     sizes,
     step_seconds=step / (1 + JITTER / 2),

@@ -8,9 +8,10 @@ import math
 import pytest
 
 from ddiloco.chaos import random_faults
-from ddiloco.config import ConfigError
+from ddiloco.config import ConfigError, Fault
 from ddiloco.engines import virtual
-from ddiloco.observe.eventlog import read_events
+from ddiloco.observe.eventlog import EventStream, read_events
+from ddiloco.observe.report import summarise
 from ddiloco.observe.tracks import Aftermath
 from ddiloco.simulation.run import VirtualRun
 from tests.simulation.test_run import STEP_SECONDS, make, of, setting
@@ -55,6 +56,18 @@ def test_events_in_a_workdir_are_a_run_that_can_be_read(tmp_path):
   assert {k: v for k, v in again.items() if k != "wall_seconds"} == {
     k: v for k, v in said.items() if k != "wall_seconds"
   }
+
+
+@pytest.mark.parametrize("kills", [[], [(2.0, 0.5)], [(1.3, 0.5), (3.0, -1.0)]])
+def test_the_report_has_the_same_shares_of_time_as_the_command_prints(tmp_path, kills):
+  """What ends a role, or the run, was read before the role's last step: uptime was 97 or 100 %."""
+  faults = [Fault("kill", "learner-0", at_seconds=at, seconds=away) for at, away in kills]
+  said = virtual.simulate(make(1, faults=faults, num_shards=1), setting(), tmp_path / "run")
+  found = summarise(EventStream(tmp_path / "run"))
+  for name in ("goodput", "uptime"):
+    assert found[name] == pytest.approx(said[name], abs=1e-5), name
+  lost = {cause: share for cause, share in found["lost_time"].items() if share > 1e-5}
+  assert lost == pytest.approx({c: s for c, s in said["causes"].items() if s > 1e-5}, abs=2e-5)
 
 
 def test_a_workdir_of_which_nothing_can_be_known_is_not_written_to(tmp_path):

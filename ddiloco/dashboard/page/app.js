@@ -2,7 +2,7 @@
 
 import { byId, clockTime, compact, join, percent, say } from "./format.js";
 import { drawChart, listenToChart } from "./chart.js";
-import { drawHeat, listenToHeat } from "./heat.js";
+import { drawHeat, listenToHeat, redrawHeat } from "./heat.js";
 import { drawPanels } from "./panels.js";
 import { listenForFaults, showFaults } from "./faults.js";
 
@@ -110,7 +110,6 @@ function show() {
   const began = performance.now();
   if (last.text !== drawn) draw(last.status); // of a run that is over nothing changes
   drawn = last.text;
-  drawHeat(last.status); // a canvas follows neither the page's width nor the system's theme
   cost = performance.now() - began;
 }
 
@@ -169,6 +168,7 @@ function draw(status) {
   track.setAttribute("aria-valuenow", parseInt(percent(status.progress)));
   track.firstElementChild.style.width = percent(status.progress, 1);
   drawChart(status);
+  drawHeat(status);
   drawPanels(status);
   showFaults(status);
 }
@@ -181,7 +181,7 @@ function theme(name) {
   document.documentElement.dataset.theme = name;
   byId("theme").textContent = `Theme: ${name}`;
   keep("localStorage", "ddiloco-theme", name);
-  if (last) drawHeat(last.status); // a canvas has no style sheet
+  redrawHeat();
 }
 
 byId("theme").addEventListener("click", () =>

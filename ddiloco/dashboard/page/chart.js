@@ -23,7 +23,7 @@ import { legend, marks } from "./marks.js";
 const MANY = 12; // islands: beyond that their lanes are thin
 /** Pixels for the names at the left, here and in the map of step times. */
 export const leftOf = (islands, width) => (islands.length > MANY || width < 640 ? 92 : 176);
-const ROOM = 600; // pixels of all their lanes together: the loss stays in sight
+const ROOM = 600; // pixels of all lanes of up to 300 islands: the loss stays in sight
 const [RIGHT, AXIS, LOSS_HEIGHT, GAP] = [14, 24, 190, 26]; // pixels
 
 let shown = null; // {status, scale, width, ...} of the last drawing
@@ -74,7 +74,9 @@ function place(status, width) {
   const bottom = lossTop + lossHeight;
   const height = bottom + AXIS;
   const end = Math.max(1, status.seconds);
-  const x = (seconds) => left + (Math.min(seconds, end) / end) * (width - left - RIGHT);
+  // By a clock that is behind, a run's first seconds were before it began.
+  const x = (seconds) =>
+    left + (Math.min(Math.max(0, seconds), end) / end) * (width - left - RIGHT);
   const below = islands.length * pitch + 4 + space;
   const shardBar = many ? 6 : 8;
   const rows = new Map([

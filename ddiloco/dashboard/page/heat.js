@@ -37,7 +37,7 @@ const OTHER = {
   quarantined: "quarantined",
   down: "down",
 };
-let shown = null; // {rows, islands, x, ...} of the last drawing
+let shown = null; // {status, rows, islands, ...} of the last drawing
 let cursor = null; // {row, bin}
 
 /** An island's usual seconds from step to step, of the whole run. */
@@ -91,6 +91,11 @@ function colours() {
   return of;
 }
 
+const widthOf = (box) => Math.max(260, box.clientWidth);
+
+/** A canvas follows neither its page's width nor its colours by itself. */
+export const redrawHeat = () => shown && drawHeat(shown.status);
+
 export function drawHeat(status) {
   const { curves, islands, seconds } = status;
   const rows = islands.map((island) => cells(status, island));
@@ -99,13 +104,13 @@ export function drawHeat(status) {
   if (!any) return;
   legend(rows);
   says(status);
-  const width = Math.max(260, byId("heat").clientWidth);
+  const width = widthOf(byId("heat"));
   const row = Math.max(1, Math.min(TALLEST, Math.floor(ROOM / islands.length)));
   const left = leftOf(islands, width);
   const column = (width - left - RIGHT) / Math.max(1, seconds / curves.width_seconds);
   const [bins, height] = [rows[0].length, row * islands.length];
   const binSeconds = curves.width_seconds;
-  shown = { rows, islands, width, left, row, bins, column, height, binSeconds };
+  shown = { status, rows, islands, width, left, row, bins, column, height, binSeconds };
   paint(byId("heat-canvas"), shown, seconds);
   moveTo(cursor);
 }
@@ -199,8 +204,12 @@ function readout({ ratio, seconds, state }, island, from) {
 }
 
 export function listenToHeat() {
+  const box = byId("heat");
+  new ResizeObserver(() => shown?.width !== widthOf(box) && redrawHeat()).observe(box);
+  for (const changed of ["print", "(prefers-color-scheme: dark)"])
+    matchMedia(changed).addEventListener("change", redrawHeat);
   listen(
-    byId("heat"),
+    box,
     moveTo,
     (x, y) => {
       const bin = Math.floor((x - shown.left) / shown.column),

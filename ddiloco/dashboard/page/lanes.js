@@ -1,6 +1,6 @@
 // What each island and shard was doing, a row for each.
 
-import { clockTime, compact, label, loss, mean, svg } from "./format.js";
+import { clockTime, compact, known, label, loss, mean, svg } from "./format.js";
 
 const rect = (x, y, width, height, more) => svg("rect", { x, y, width, height, ...more });
 
@@ -90,13 +90,15 @@ function strip(layout, { top, bar, strip }, number) {
   }));
 }
 
-/** The mean over the bins around each: single commits are not the point. */
+/**
+ * The mean over the bins around each: single commits are not the point. A bin has one only between
+ * commits: before the first, after the last, and where there was no run, nothing is to be drawn.
+ */
 function smooth(values, around = 3) {
-  const first = values.findIndex((value) => value !== null);
+  const there = (from, to) => values.slice(Math.max(0, from), to).filter(known);
   return values.map((_, i) => {
-    const near = values.slice(Math.max(0, i - around), i + around + 1);
-    const known = near.filter((value) => value !== null);
-    return i >= first && known.length ? mean(known) : null;
+    const [before, after] = [there(i - around, i + 1), there(i, i + around + 1)];
+    return before.length && after.length ? mean(there(i - around, i + around + 1)) : null;
   });
 }
 
