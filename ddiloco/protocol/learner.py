@@ -319,11 +319,13 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
   included = sent is not None and sent.push.round == publish.merged_round(state.learner)
   mode = _mode(state, f, publish, included, sync)
   # In lock-step a learner counts the global step itself, from 0, until a version lacks its push:
-  # the others are as far as the shard says, and have had that round.
+  # the others are as far as the shard says, and have had that round. They would wait for the next
+  # one, which bounds what the shard is told by a member that lies.
   reached = publish.global_step
   if sync.blocking:
     began = rules.due_at(publish.fragment, publish.version - 1, sync)
-    reached = 0 if included or publish.round == INITIAL else max(reached, began)
+    most = began + sync.sync_period + sync.overlap_steps
+    reached = 0 if included or publish.round == INITIAL else min(max(reached, began), most)
   state = replace(state, global_step=max(state.global_step, reached))
   state = state.heard(states.shard_key(publish.shard), publish.count)
   state = state.with_fragment(publish.fragment, fresh=True)
