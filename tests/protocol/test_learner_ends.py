@@ -143,6 +143,8 @@ def test_a_shard_is_finished_when_the_model_is_saved_and_everybody_has_left():
   shard.feed(Goodbye(EVALUATOR, 0))
   assert not syncer.finished(shard.state, 0.0, 30.0), "learner 0 has not got it yet"
   assert syncer.finished(shard.state, 31.0, 30.0), "silent for too long"
+  shard.feed(report(0, (1, 1), (0, 0)), 20.0)
+  assert not syncer.finished(shard.state, 49.0, 30.0) and syncer.finished(shard.state, 51.0, 30.0)
   shard.feed(Goodbye(0, 0))
   assert syncer.finished(shard.state, 0.0, 30.0)
   back = replace(shard.state, recovery_deadline=9.0)
@@ -276,6 +278,7 @@ def test_who_has_not_joined_or_trains_alone_leaves_at_once():
     state, actions = learner.learner_on(state, Tick(0.0), SYNC)
     assert state.done and [a.kind for a in actions if isinstance(a, Event)] == ["stopped"]
     assert sum(_is(a, Goodbye) for a in actions) == (1 if owners else 0)
+    assert learner.learner_on(state, STEP, SYNC) == (state, []), "it says so once"
 
 
 def test_the_rest_of_a_complete_fragment_holds_up_nobody():

@@ -11,6 +11,7 @@ from ddiloco.protocol import events, learner, rules, syncer
 from ddiloco.protocol.actions import (
   InstallValue,
   Read,
+  ReadDone,
   Received,
   Resend,
   Send,
@@ -228,6 +229,7 @@ def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
   moved = learner.revive(one.state, learner.init(0, 2, (1, 0), 10_000))
   assert [(f.shard, f.pull) for f in moved.fragments] == [(1, None), (0, None)]
   assert not one.state.joined and one.state.step == 1 and one.state.fragments[0].steps == 1
+  assert one.state.step_seconds == 0.1, "a shard knows its pace before its next step"
   assert one.state.vector_clock[0] == rules.numbered(1, 0) > rules.numbered(0, 10**6), (
     "or no snapshot is consistent"
   )
@@ -462,6 +464,21 @@ def test_a_value_is_read_once_in_each_of_its_learners_lives():
     values.append(value)
   first, second = (shard.feed(value, 9.1, content="it") for value in values)
   assert InstallValue(0, "it") in first and second == [], "both lives had the same value"
+
+
+@pytest.mark.parametrize("order", [(7, 8), (8, 7)])
+def test_of_two_values_that_are_being_read_the_newer_one_counts(order):
+  """The other one is no longer asked for where it comes last."""
+  shard = Script(ALONE, incarnation=1)
+  for made in (7, 8):
+    value = replace(VALUE, learner=made, publish=replace(VALUE.publish, round=made))
+    shard.feed(hello(made, 0, (made, -1)))
+    assert shard.feed(Received(value, 0.1)) == [Read(value, 0.1)]
+  for made in order:
+    value = replace(VALUE, learner=made, publish=replace(VALUE.publish, round=made))
+    shard.state, said = syncer.syncer_on(shard.state, ReadDone(value, 0.2))
+    assert (InstallValue(0) in said) == (made == 8 or order == (7, 8))
+  assert shard.state.fragments[0].last_round == 8 and not shard.state.value_requests
 
 
 def test_a_value_is_not_adopted_in_place_of_what_was_made_since(shard):

@@ -276,6 +276,17 @@ def test_each_learner_is_lost_when_its_own_time_is_over():
   assert syncer.next_wake(patient.state) == 500.0
 
 
+def test_a_learner_in_its_first_step_is_lost_by_the_pace_of_the_others():
+  """How long its own steps take is not known yet."""
+  shard = Script()
+  shard.feed(hello(0, 0))
+  patience = [syncer.lost_at(shard.state, shard.state.members[0])]
+  for m, seconds in ((1, 2.0), (0, 5.0)):
+    shard.feed(replace(report(m, (0, 0), (1, 1)), step_seconds=seconds))
+    patience.append(syncer.lost_at(shard.state, shard.state.members[0]))
+  assert patience == [60.0, 20.0, 50.0], "ten steps"
+
+
 def test_who_is_lost_is_asked_for_nothing():
   shard = Script(ALONE)
   for m in (0, 1):
