@@ -493,6 +493,20 @@ def test_a_value_is_not_adopted_in_place_of_what_was_made_since(shard):
   assert shard.feed(VALUE) == [] and shard.state.fragments[0].version == 1
 
 
+def test_a_value_goes_out_at_once_though_another_one_of_its_version_was_sent_before():
+  """It does not wait as if it was on its way."""
+  shard = Script(ALONE, incarnation=1)
+  before = FragmentState(0, version=3, last_round=5), FragmentState(1)
+  shard.state = syncer.init(0, 1, before, ALONE, 1 << 60)
+  shard.feed(hello(1, 0))
+  told = says.report(1, 0, 1, 0.1, (3, 0), (0, 0), rounds=(5, -1))
+  shard.feed(told, 0.1)
+  shard.feed(hello(0, 0, (7, -1)), 0.2)
+  assert InstallValue(0) in shard.feed(VALUE, 0.3)
+  [publish] = [a.message for a in shard.feed(told, 0.4) if isinstance(a.message, Publish)]
+  assert (publish.fragment, publish.round, publish.version) == (0, 7, 3)
+
+
 def test_a_value_ends_the_round_under_way():
   """Its pushes are changes of the value before, and the shard no longer has them."""
   shard = Script(SYNC, incarnation=1)
