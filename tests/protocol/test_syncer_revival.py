@@ -516,9 +516,12 @@ def test_a_value_ends_the_round_under_way():
   asked = shard.feed(Tick(2.0))
   assert [(a.to, a.message.round) for a in asked] == [(1, 1 << 24), (2, 1 << 24)]
   shard.feed(push(1, 1 << 24), 2.1, norm=1.0)
+  last = push(2, 1 << 24)
+  assert shard.feed(Received(last, 2.1)) == [Read(last, 2.1)]
   abandoned, installed = shard.feed(VALUE, 2.2)
   assert isinstance(abandoned, events.Abandoned) and installed == InstallValue(0)
-  assert shard.feed(push(2, 1 << 24), 2.3, norm=1.0) == [] == shard.feed(Tick(9.0))
+  shard.state, [late] = syncer.syncer_on(shard.state, ReadDone(last, 2.1, norm=1.0))
+  assert late.reason == "late: its round is over" and shard.feed(Tick(9.0)) == []
   assert shard.state.fragments[0].version == 3 and not shard.state.under_way
 
 
