@@ -136,6 +136,25 @@ def test_a_push_that_is_kept_is_without_its_payload_and_one_that_cannot_be_decod
   assert current.rejected == {1: "codec 'f32': must be 'int8'"}
 
 
+def test_a_commit_keeps_in_mind_what_was_merged_before_though_its_learner_has_left():
+  shard = Script(ALONE)
+  shard.state = replace(shard.state, grown_together={1: 2})
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+  shard.feed(report(0, (0, 0), (1, 0)), 0.125)
+  first, *_ = shard.feed(push(0, 0), 0.375, norm=1.0)
+  assert (first.quorum_seconds, first.grace_seconds) == (0.25, 0.0)
+  assert first.reason == "all 1 asked have answered"
+  shard.feed(says.report(1, 0, 2, 0.1, (1, 0), (2, 0), rounds=(0, -1)), 0.5)
+  read = ReadDone(push(1, 1, base=1), 0.75, norm=1.0)
+  shard.state, _ = says.take_in(shard.state, read)
+  shard.state, _ = says.take_in(shard.state, Received(Goodbye(1, 0), 0.875))
+  second, *_ = shard.feed(Tick(1.0))
+  assert second.learners == (1,) and (second.quorum_seconds, second.grace_seconds) == (0.25, 0.25)
+  assert shard.state.fragments[0].merged_rounds == {0: 0, 1: 1}
+  assert shard.state.grown_together == {0: 0, 1: 2}, "each fragment counts for itself"
+
+
 def test_a_round_that_begins_forgets_the_claims_and_paces_of_those_that_are_gone():
   shard = Script(ALONE)
   for m, seconds, step in ((0, 2.0, 3), (1, 4.0, 5), (2, 1.0, 9), (EVALUATOR, 0.5, 1)):
