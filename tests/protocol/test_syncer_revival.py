@@ -507,6 +507,16 @@ def test_a_value_goes_out_at_once_though_another_one_of_its_version_was_sent_bef
   assert (publish.fragment, publish.round, publish.version) == (0, 7, 3)
 
 
+def test_an_older_value_than_that_of_a_restarted_shard_is_no_loss():
+  shard = Script(ALONE)
+  before = FragmentState(0, version=3, last_round=5), FragmentState(1)
+  shard.state = syncer.init(0, 1, before, ALONE, 1 << 60)
+  said = shard.feed_all(says.report(1, 0, 1, 0.1, (2, 0), (0, 0), rounds=(3, -1)))
+  assert not any(isinstance(each, events.Lost) for each in said)
+  [publish] = [a.message for a in said if isinstance(a, Send)]
+  assert (publish.fragment, publish.version) == (0, 3)
+
+
 def test_a_value_ends_the_round_under_way():
   """Its pushes are changes of the value before, and the shard no longer has them."""
   shard = Script(SYNC, incarnation=1)
@@ -522,6 +532,7 @@ def test_a_value_ends_the_round_under_way():
   assert isinstance(abandoned, events.Abandoned) and installed == InstallValue(0)
   shard.state, [late] = syncer.syncer_on(shard.state, ReadDone(last, 2.1, norm=1.0))
   assert late.reason == "late: its round is over" and shard.feed(Tick(9.0)) == []
+  assert shard.feed(last, 9.1, norm=1.0) == [], "it comes once more"
   assert shard.state.fragments[0].version == 3 and not shard.state.under_way
 
 
