@@ -274,12 +274,11 @@ def _capture(state: LearnerState, message: messages.ToLearner) -> LearnerOutcome
 
 def _on_welcome(state: LearnerState, welcome: messages.Welcome, sync: SyncConfig) -> LearnerOutcome:
   """A fragment is fresh if I have the shard's newest value or a newer one; the others follow."""
-  rounds = dict(zip(welcome.fragments, welcome.rounds))
-
-  def has(p: int, f: LearnerFragment) -> bool:
-    return f.shard == welcome.shard and f.newest_round >= rounds.get(p, math.inf)
-
-  fragments = tuple(replace(f, fresh=f.fresh or has(p, f)) for p, f in enumerate(state.fragments))
+  rounds = dict(zip(welcome.fragments, welcome.rounds))  # of this shard's own fragments
+  fragments = tuple(
+    replace(f, fresh=f.fresh or f.newest_round >= rounds.get(p, math.inf))
+    for p, f in enumerate(state.fragments)
+  )
   # In lock-step a learner that missed a version gets the global step with that version.
   global_step = state.global_step if sync.blocking else max(state.global_step, welcome.global_step)
   return replace(state, fragments=fragments, global_step=global_step), []
