@@ -7,9 +7,17 @@ import dataclasses
 import pytest
 
 from ddiloco.protocol import learner, syncer
-from ddiloco.protocol.actions import Send, Staged, StepDone, Tick
+from ddiloco.protocol.actions import CopyOut, Send, Staged, StepDone, Tick
 from ddiloco.protocol.events import Event
-from ddiloco.protocol.messages import EVALUATOR, FragmentState, Goodbye, Publish, Pull, Value
+from ddiloco.protocol.messages import (
+  EVALUATOR,
+  FragmentState,
+  Goodbye,
+  Publish,
+  Pull,
+  Rejection,
+  Value,
+)
 from ddiloco.protocol.rules import backed_off
 from ddiloco.protocol.values import replace
 from tests.protocol import endings
@@ -102,6 +110,21 @@ def test_in_lock_step_a_push_of_an_abandoned_round_is_due():
     for sync in (SYNC, lock_step)
   }
   assert said == {False: [(1, 1)], True: [(1, 2)]}
+
+
+def test_a_pull_waits_for_the_base_to_which_a_rejected_push_goes_back():
+  """Before that the parameters still have the rejected work."""
+  one = Script(role="learner")
+  join(one)
+  one.feed(STEP)
+  asks = [Pull(0, 0, 0, 0, made, 0, 0) for made in (7, 8)]
+  assert [type(a) for a in one.feed(asks[0])] == [CopyOut]
+  one.feed(Rejection(0, 0, 0, fragment=0, round=7, rejoin=False, reason="too long"))
+  assert one.feed(asks[1]) == [] == one.feed(STEP), "the base is being staged"
+  [applied] = one.feed(STAGED)
+  assert applied.mode == "reset" and one.state.fragments[0].steps == 0
+  [again] = one.feed(STEP)
+  assert isinstance(again, CopyOut) and again.push.steps == 1
 
 
 def test_a_fragment_that_is_complete_is_never_pulled_again():
