@@ -56,7 +56,7 @@ class Deltas:
     """
     name, base, size = self._sync.push_codec, self.base[fragment], local.size
     encoded = codec.empty(size, name)
-    residual = self.residual.get(fragment) if self._sync.error_feedback else None
+    residual = self.residual.get(fragment)
     rounding = np.empty(size, np.float32) if self._sync.error_feedback else None
 
     def chunk(here: slice) -> None:

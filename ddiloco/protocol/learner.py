@@ -274,12 +274,11 @@ def _capture(state: LearnerState, message: messages.ToLearner) -> LearnerOutcome
 
 def _on_welcome(state: LearnerState, welcome: messages.Welcome, sync: SyncConfig) -> LearnerOutcome:
   """A fragment is fresh if I have the shard's newest value or a newer one; the others follow."""
-  rounds = dict(zip(welcome.fragments, welcome.rounds))
-
-  def has(p: int, f: LearnerFragment) -> bool:
-    return f.shard == welcome.shard and f.newest_round >= rounds.get(p, math.inf)
-
-  fragments = tuple(replace(f, fresh=f.fresh or has(p, f)) for p, f in enumerate(state.fragments))
+  rounds = dict(zip(welcome.fragments, welcome.rounds))  # of this shard's own fragments
+  fragments = tuple(
+    replace(f, fresh=f.fresh or f.newest_round >= rounds.get(p, math.inf))
+    for p, f in enumerate(state.fragments)
+  )
   # In lock-step a learner that missed a version gets the global step with that version.
   global_step = state.global_step if sync.blocking else max(state.global_step, welcome.global_step)
   return replace(state, fragments=fragments, global_step=global_step), []
@@ -319,11 +318,13 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
   included = sent is not None and sent.push.round == publish.merged_round(state.learner)
   mode = _mode(state, f, publish, included, sync)
   # In lock-step a learner counts the global step itself, from 0, until a version lacks its push:
-  # the others are as far as the shard says, and have had that round.
+  # the others are as far as the shard says, and have had that round. They would wait for the next
+  # one, which bounds what the shard is told by a member that lies.
   reached = publish.global_step
   if sync.blocking:
     began = rules.due_at(publish.fragment, publish.version - 1, sync)
-    reached = 0 if included or publish.round == INITIAL else max(reached, began)
+    most = began + sync.sync_period + sync.overlap_steps
+    reached = 0 if included or publish.round == INITIAL else min(max(reached, began), most)
   state = replace(state, global_step=max(state.global_step, reached))
   state = state.heard(states.shard_key(publish.shard), publish.count)
   state = state.with_fragment(publish.fragment, fresh=True)

@@ -326,6 +326,7 @@ class Beliefs(Frozen):
   reach_at: float  # when the run began; later, when `reach` was last computed
   reach: float = 0.0  # the step that one learner alone can have reached by then
   claims: Ranking = ()  # the two highest global steps, negated, claimed by different learners
+  snapshots: Ranking = ()  # the same of the numbers of snapshots
   paces: Ranking = ()  # the three shortest step times in seconds, of different learners
   usual_step_seconds: float = 0.0  # median of the learners asked last; 0: not known yet
 
@@ -371,7 +372,6 @@ def raised_global_step(
   claims = _ranked(beliefs.claims, (-claim, learner), 2)
   least = step_tolerance(sync) / 2
   reach, reach_at = max(beliefs.reach, global_step, least), beliefs.reach_at
-  confirmed = -int(claims[1][0]) if len(claims) > 1 else 0
   front = claims[0][1]
   rate = _rate(beliefs.paces, front, num_learners) if num_learners else 0.0
   if rate > 0:
@@ -379,7 +379,7 @@ def raised_global_step(
     reach_at = max(now, reach_at)
     if num_learners > 2:
       reach = min(reach, global_step + max(least, KEPT_SECONDS * rate))
-  global_step = max(global_step, confirmed)
+  global_step = max(global_step, confirmed(claims))
   if num_learners:  # one that is not foremost is confirmed
     global_step = max(global_step, int(min(claim, reach, max(most_steps, global_step))))
   return replace(beliefs, claims=claims, reach=reach, reach_at=reach_at), global_step
@@ -404,6 +404,16 @@ def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
   if num_learners > 2:  # a member that never says how fast it is must not hold up the others
     return LEAD / max(own, *others, SHORTEST_STEP_SECONDS) if others else 0.0
   return ALONE_LEAD / max(own, SHORTEST_STEP_SECONDS)
+
+
+def confirmed(claims: Ranking) -> int:
+  """The highest number that two learners claim; 0: there is none."""
+  return -int(claims[1][0]) if len(claims) > 1 else 0
+
+
+def noted_snapshot(beliefs: Beliefs, learner: int, number: int) -> Beliefs:
+  """A learner has said that a snapshot of this number has begun."""
+  return replace(beliefs, snapshots=_ranked(beliefs.snapshots, (-number, learner), 2))
 
 
 def usual_pace(beliefs: Beliefs) -> float:

@@ -392,6 +392,8 @@ class SyncerState(_State, Frozen):
     if report.learner == EVALUATOR:
       return self
     known = rules.noted_pace(self.beliefs, report.learner, report.step_seconds)
+    if report.snapshot > self.snapshot:
+      known = rules.noted_snapshot(known, report.learner, report.snapshot)
     here, over = len(self.members), self.recovery_over(now)
     # Once three paces are known, only zero or not matters to the rule: no count is needed.
     if over and len(self.beliefs.paces) < 3:
@@ -399,6 +401,8 @@ class SyncerState(_State, Frozen):
       here = len(others | {report.learner})  # it reports, so it is here even if it counted as lost
     claim = self.global_step, report.learner, report.global_step, now, self.most_steps
     known, global_step = rules.raised_global_step(known, *claim, self.sync, here if over else 0)
+    # A snapshot begins by the global step of shard 0. In lock-step no learner passes that on.
+    global_step = max(global_step, rules.confirmed(known.snapshots))
     return replace(self, beliefs=known, global_step=global_step)
 
   @property

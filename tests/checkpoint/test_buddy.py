@@ -173,9 +173,9 @@ def test_a_change_of_what_a_buddy_does_not_have_is_not_kept(box, copies):
   _, third = change(second, "int8", 1)
   keep(copies, third)
   assert [m.kept for _, m in box.take()] == [True, False, False]
-  keep(copies, message)
-  keep(copies, third)
-  assert [(m.round, m.kept) for _, m in box.take()] == [(round_of(6), True), (round_of(7), True)]
+  for each in (message, third, third):  # one that comes twice is here
+    keep(copies, each)
+  assert [(m.round - round_of(0), m.kept) for _, m in box.take()] == [(6, True), *[(7, True)] * 2]
 
 
 @pytest.mark.parametrize(
@@ -465,6 +465,31 @@ def test_a_buddy_that_missed_one_copy_does_not_get_all_again(owner):
   owner.sent()
   owner.confirm(0, 2)
   assert owner.sent() == [(2, 2)] and owner.side.missing() == [2]
+
+
+def test_a_receipt_has_no_other_copy_sent_again_and_may_come_twice(owner):
+  for version in (1, 2):
+    for p in (0, 1):
+      owner.commit(p, version)
+  owner.sent()
+  for _ in range(2):
+    owner.confirm(0, 2)
+    assert owner.sent() == [] and owner.side.missing() == [1]
+  owner.confirm(1, 2)
+  assert owner.side.missing() == [] and owner.side.tick() > owner.now_is, "there is no hurry"
+
+
+def test_a_fragment_that_is_being_committed_goes_to_a_restarted_buddy_when_that_is_done(owner):
+  """Its vectors are written over meanwhile."""
+  for p in (0, 1):
+    owner.commit(p, 1)
+    owner.confirm(p, 1)
+  owner.sent()
+  owner.side.changes(0)
+  owner.side.on(Recover(1, 60))
+  assert owner.sent() == [(1, 1)]
+  owner.side.committed(committed(0, 2))
+  assert owner.sent() == [(0, 2)]
 
 
 def test_patience_follows_the_measured_time_of_a_copy(owner):

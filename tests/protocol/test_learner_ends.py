@@ -9,7 +9,16 @@ import pytest
 from ddiloco.protocol import learner, syncer
 from ddiloco.protocol.actions import Send, Staged, StepDone, Tick
 from ddiloco.protocol.events import Event
-from ddiloco.protocol.messages import EVALUATOR, FragmentState, Goodbye, Publish, Pull, Value
+from ddiloco.protocol.messages import (
+  EVALUATOR,
+  FragmentState,
+  Goodbye,
+  Publish,
+  Pull,
+  Push,
+  Rejection,
+  Value,
+)
 from ddiloco.protocol.rules import backed_off
 from ddiloco.protocol.values import replace
 from tests.protocol import endings
@@ -104,6 +113,21 @@ def test_in_lock_step_a_push_of_an_abandoned_round_is_due():
   assert said == {False: [(1, 1)], True: [(1, 2)]}
 
 
+def test_a_pull_waits_for_the_base_to_which_a_rejected_push_goes_back():
+  """Before that the parameters still have the rejected work."""
+  one = Script(role="learner")
+  join(one)
+  one.feed(STEP)
+  asks = [Pull(0, 0, 0, 0, made, 0, 0) for made in (7, 8)]
+  assert [type(a.message) for a in one.feed(asks[0])] == [Push]
+  one.feed(Rejection(0, 0, 0, fragment=0, round=7, rejoin=False, reason="too long"))
+  assert one.feed(asks[1]) == [] == one.feed(STEP), "the base is being staged"
+  [applied] = one.feed(STAGED)
+  assert applied.mode == "reset" and one.state.fragments[0].steps == 0
+  [again] = one.feed(STEP)
+  assert isinstance(again.message, Push) and again.message.steps == 1
+
+
 def test_a_fragment_that_is_complete_is_never_pulled_again():
   shard = Script(ALONE)
   done = FragmentState(0, 3, merged_tokens=50, last_round=2)
@@ -143,6 +167,8 @@ def test_a_shard_is_finished_when_the_model_is_saved_and_everybody_has_left():
   shard.feed(Goodbye(EVALUATOR, 0))
   assert not syncer.finished(shard.state, 0.0, 30.0), "learner 0 has not got it yet"
   assert syncer.finished(shard.state, 31.0, 30.0), "silent for too long"
+  shard.feed(report(0, (1, 1), (0, 0)), 20.0)
+  assert not syncer.finished(shard.state, 49.0, 30.0) and syncer.finished(shard.state, 51.0, 30.0)
   shard.feed(Goodbye(0, 0))
   assert syncer.finished(shard.state, 0.0, 30.0)
   back = replace(shard.state, recovery_deadline=9.0)
@@ -276,6 +302,7 @@ def test_who_has_not_joined_or_trains_alone_leaves_at_once():
     state, actions = learner.learner_on(state, Tick(0.0), SYNC)
     assert state.done and [a.kind for a in actions if isinstance(a, Event)] == ["stopped"]
     assert sum(_is(a, Goodbye) for a in actions) == (1 if owners else 0)
+    assert learner.learner_on(state, STEP, SYNC) == (state, []), "it says so once"
 
 
 def test_the_rest_of_a_complete_fragment_holds_up_nobody():

@@ -107,6 +107,67 @@ def test_the_work_of_one_who_leaves_does_not_wait_until_a_quorum_is_due(blocking
   assert found == (set() if blocking else {(p, m) for p in (0, 1) for m in range(4)})
 
 
+@pytest.mark.parametrize("stays", [0, 1, None])
+def test_a_quorum_is_smaller_only_where_all_leave_and_never_larger(stays):
+  shard = Script(ALONE if stays is None else SYNC)
+  fragments = tuple(FragmentState(p, 1, last_round=0) for p in (0, 1))
+  shard.state = syncer.init(0, 0, fragments, shard.sync, 1 << 60)
+  for m in (0, 1):
+    shard.feed(hello(m, 0, (0, 0)))
+  for m in {0, 1} - {stays}:
+    shard.state = syncer.syncer_on(
+      shard.state, Received(says.report(m, 0, 1, 0.1, (1, 1), (0, 1), leaving=True), 0.1)
+    )[0]
+  pulled = asked(shard.feed(Tick(0.2)))
+  assert pulled == ({(1, 0), (1, 1)} if stays is None else set())
+  assert [r.quorum for r in shard.state.under_way.values()] == ([1] if stays is None else [])
+
+
+def test_a_push_that_is_kept_is_without_its_payload_and_one_that_cannot_be_decoded_is_rejected():
+  shard = Script()
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (1, 0)), 0.1)
+  for m, fault in ((0, ""), (1, "codec 'f32': must be 'int8'")):
+    read = ReadDone(replace(push(m, 0), payload=b"values"), 0.2, norm=1.0, fault=fault)
+    shard.state, _ = says.take_in(shard.state, read)
+  [current] = shard.state.under_way.values()
+  assert [p.payload for p in current.pushes.values()] == [None]
+  assert current.rejected == {1: "codec 'f32': must be 'int8'"}
+
+
+def test_a_commit_keeps_in_mind_what_was_merged_before_though_its_learner_has_left():
+  shard = Script(ALONE)
+  shard.state = replace(shard.state, grown_together={1: 2})
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+  shard.feed(report(0, (0, 0), (1, 0)), 0.125)
+  first, *_ = shard.feed(push(0, 0), 0.375, norm=1.0)
+  assert (first.quorum_seconds, first.grace_seconds) == (0.25, 0.0)
+  assert first.reason == "all 1 asked have answered"
+  shard.feed(says.report(1, 0, 2, 0.1, (1, 0), (2, 0), rounds=(0, -1)), 0.5)
+  read = ReadDone(push(1, 1, base=1), 0.75, norm=1.0)
+  shard.state, _ = says.take_in(shard.state, read)
+  shard.state, _ = says.take_in(shard.state, Received(Goodbye(1, 0), 0.875))
+  second, *_ = shard.feed(Tick(1.0))
+  assert second.learners == (1,) and (second.quorum_seconds, second.grace_seconds) == (0.25, 0.25)
+  assert shard.state.fragments[0].merged_rounds == {0: 0, 1: 1}
+  assert shard.state.grown_together == {0: 0, 1: 2}, "each fragment counts for itself"
+
+
+def test_a_round_that_begins_forgets_the_claims_and_paces_of_those_that_are_gone():
+  shard = Script(ALONE)
+  for m, seconds, step in ((0, 2.0, 3), (1, 4.0, 5), (2, 1.0, 9), (EVALUATOR, 0.5, 1)):
+    shard.feed(hello(m, 0))
+    said = replace(report(m, (0, 0), (0, 0), global_step=step), step_seconds=seconds)
+    shard.feed(said, 0.1)
+  shard.feed(Goodbye(2, 0), 0.2)
+  shard.feed(replace(report(0, (0, 0), (1, 0), global_step=3), step_seconds=2.0), 0.3)
+  beliefs = shard.state.beliefs
+  assert beliefs.paces == ((2.0, 0), (4.0, 1)) and beliefs.usual_step_seconds == 2.0
+  assert {m for _, m in beliefs.claims} <= {0, 1}
+
+
 @pytest.mark.parametrize(
   "version, other, begins",
   [

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ddiloco.protocol import learner, syncer
-from ddiloco.protocol.actions import Resend, Send, Stage, Staged, StepDone, Tick
+from ddiloco.protocol.actions import Received, Resend, Send, Stage, Staged, StepDone, Tick
 from ddiloco.protocol.events import Abandoned, Apply, Commit, Member
 from ddiloco.protocol.messages import (
   NOTHING,
@@ -267,6 +267,28 @@ def test_each_learner_is_lost_when_its_own_time_is_over():
   patient = Script(dataclasses.replace(ALONE, liveness_seconds=500.0))
   patient.feed(report(0, (0, 0), (1, 1)))
   assert syncer.next_wake(patient.state) == 500.0
+
+
+@pytest.mark.parametrize("learner, life", [(1, 0), (0, 1), (0, -1)])
+def test_only_a_report_makes_a_learner_or_a_new_life_of_it_known(learner, life):
+  """What it says before, or an earlier life says, is not heard."""
+  shard = Script(ALONE)
+  shard.feed(hello(0, 5))
+  before = shard.state
+  for message in (Goodbye(learner, 5 + life), push(learner, 0, incarnation=5 + life)):
+    [ignored] = shard.feed_all(Received(message, 0.1))
+    assert "incarnation" in ignored.reason and shard.state == before
+
+
+def test_a_learner_in_its_first_step_is_lost_by_the_pace_of_the_others():
+  """How long its own steps take is not known yet."""
+  shard = Script()
+  shard.feed(hello(0, 0))
+  patience = [syncer.lost_at(shard.state, shard.state.members[0])]
+  for m, seconds in ((1, 2.0), (0, 5.0)):
+    shard.feed(replace(report(m, (0, 0), (1, 1)), step_seconds=seconds))
+    patience.append(syncer.lost_at(shard.state, shard.state.members[0]))
+  assert patience == [60.0, 20.0, 50.0], "ten steps"
 
 
 def test_who_is_lost_is_asked_for_nothing():
