@@ -106,11 +106,11 @@ def test_a_role_says_the_share_of_the_run_that_the_page_shows():
   tokens = (total, 3 * total, total // 2, 0)
   mine = (replace(f, merged_tokens=each) for f, each in zip(state().fragments, tokens))
   said = single_roles._trained(replace(state(), fragments=tuple(mine)), CONFIG)
-  assert "; 62% of the run is merged" in said
+  assert "; 63% of the run is merged" in said
   owned = tuple(FragmentState(p, 3, merged_tokens=each) for p, each in enumerate(tokens))
   shard = syncer.init(0, 1, owned, CONFIG.sync, total)
   role = types.SimpleNamespace(state=shard)
-  assert single_roles._served(role, CONFIG).startswith("62% merged")
+  assert single_roles._served(role, CONFIG).startswith("63% merged")
   page = RunState(CONFIG)
   for p, each in enumerate(tokens):
     page.add(made(1.0, "syncer-0", "owns", fragment=p, merged_tokens=each))
