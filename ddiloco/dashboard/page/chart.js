@@ -23,7 +23,7 @@ import { legend, marks } from "./marks.js";
 const MANY = 12; // islands: beyond that their lanes are thin
 /** Pixels for the names at the left, here and in the map of step times. */
 export const leftOf = (islands, width) => (islands.length > MANY || width < 640 ? 92 : 176);
-const ROOM = 600; // pixels of all lanes of up to 300 islands: the loss stays in sight
+const ROOM = 600; // pixels of all their lanes together: the loss stays in sight
 const [RIGHT, AXIS, LOSS_HEIGHT, GAP] = [14, 24, 190, 26]; // pixels
 
 let shown = null; // {status, scale, width, ...} of the last drawing
@@ -61,10 +61,12 @@ function place(status, width) {
   const narrow = width < 640 && !many;
   const left = narrow ? 0 : leftOf(status.islands, width);
   const space = narrow ? 17 : 0; // for a name above each row
-  const thin = Math.max(2, Math.min(14, Math.floor(ROOM / islands.length)));
+  const room = ROOM / islands.length;
+  const thin = room < 2 ? room : Math.min(14, Math.floor(room)); // below a pixel colours mix
   const pitch = many ? thin : space + 34,
     strip = many ? (thin < 6 ? 0 : Math.round(0.22 * thin)) : 4;
-  const bar = many ? Math.ceil(0.6 * pitch) - Math.min(1, strip) : 16;
+  const thick = thin < 2 ? thin : Math.ceil(0.6 * thin) - Math.min(1, strip);
+  const bar = many ? thick : 16;
   const every = Math.ceil(14 / pitch); // one in so many islands has its name
   const shardPitch = space + (many ? 12 : 19);
   const lossTop = islands.length * pitch + shards.length * shardPitch + GAP;

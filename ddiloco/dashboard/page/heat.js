@@ -105,7 +105,8 @@ export function drawHeat(status) {
   legend(rows);
   says(status);
   const width = widthOf(byId("heat"));
-  const row = Math.max(1, Math.min(TALLEST, Math.floor(ROOM / islands.length)));
+  const room = ROOM / islands.length;
+  const row = room < 2 ? room : Math.min(TALLEST, Math.floor(room)); // below a pixel colours mix
   const left = leftOf(islands, width);
   const column = (width - left - RIGHT) / Math.max(1, seconds / curves.width_seconds);
   const [bins, height] = [rows[0].length, row * islands.length];
