@@ -234,10 +234,14 @@ class Saver:
         self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
       return
     self.storage.commit(snapshot, roles)
-    took = round(self._time.now() - started, 3)
-    lacks = tuple(sorted(r for r in known - roles if r in begun or not has_left(r)))
-    mine = tuple(sorted(roles))
-    self.recorder.record(events.Snapshot(snapshot=snapshot, roles=mine, lacks=lacks, seconds=took))
+    lacks = {r for r in known - roles if r in begun or not has_left(r)}
+    self._say_committed(snapshot, roles, lacks, self._time.now() - started)
+
+  def _say_committed(
+    self, snapshot: int, roles: Collection[str], lacks: Collection[str], seconds: float
+  ) -> None:
+    said = {"roles": tuple(sorted(roles)), "lacks": tuple(sorted(lacks))}
+    self.recorder.record(events.Snapshot(snapshot=snapshot, seconds=round(seconds, 3), **said))
 
   def _name_unseen(self, snapshot: int, roles: Collection[str], patience_seconds: float) -> None:
     """Warns once of each role that lives, and of whose part this one sees nothing: its host may

@@ -702,8 +702,9 @@ def test_the_map_of_step_times_follows_the_page_and_its_colours(browser, tmp_pat
     for width, scheme in ((600, "dark"), (1200, "light")):
       browser.size(width, 900)
       browser.scheme(scheme)
-      browser.until("document.querySelector('#heat-canvas').clientWidth === heat.clientWidth")
-      browser.until(f"`rgb(${{{HEAT_PIXEL}}})` === {AS_USUAL}")
+      fills = "document.querySelector('#heat-canvas').clientWidth === heat.clientWidth"
+      assert browser.until(fills), f"the map does not fill {width} pixels"
+      assert browser.until(f"`rgb(${{{HEAT_PIXEL}}})` === {AS_USUAL}"), f"not {scheme}"
 
 
 def test_it_can_be_printed(browser, tmp_path):

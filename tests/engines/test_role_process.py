@@ -524,9 +524,9 @@ def test_a_role_that_goes_on_without_a_shard_says_so(make, capsys):
     runner.ready, runner.progress = lambda: "", lambda: "7% of the run"
     runner.connect().endpoint.state = "connecting"
     away = "syncer-0 is connecting (nobody there); syncer-1 is connecting (nobody there)"
-    wait_for(lambda: f"learner-3: 7% of the run; {away}\n" in capsys.readouterr().out)
+    assert wait_for(lambda: f"learner-3: 7% of the run; {away}\n" in capsys.readouterr().out)
     runner.endpoint.endpoint.state = "up"
-    wait_for(lambda: "learner-3: 7% of the run\n" in capsys.readouterr().out)
+    assert wait_for(lambda: "learner-3: 7% of the run\n" in capsys.readouterr().out)
 
 
 def test_unreached_names_who_and_why():

@@ -23,6 +23,9 @@ import { legend, marks } from "./marks.js";
 const MANY = 12; // islands: beyond that their lanes are thin
 /** Pixels for the names at the left, here and in the map of step times. */
 export const leftOf = (islands, width) => (islands.length > MANY || width < 640 ? 92 : 176);
+/** Pixels of each of so many rows: whole ones, but where they are thinner than two, colours mix. */
+export const rowOf = (count, room, tallest) =>
+  room / count < 2 ? room / count : Math.min(tallest, Math.floor(room / count));
 const ROOM = 600; // pixels of all their lanes together: the loss stays in sight
 const [RIGHT, AXIS, LOSS_HEIGHT, GAP] = [14, 24, 190, 26]; // pixels
 
@@ -61,8 +64,7 @@ function place(status, width) {
   const narrow = width < 640 && !many;
   const left = narrow ? 0 : leftOf(status.islands, width);
   const space = narrow ? 17 : 0; // for a name above each row
-  const room = ROOM / islands.length;
-  const thin = room < 2 ? room : Math.min(14, Math.floor(room)); // below a pixel colours mix
+  const thin = rowOf(islands.length, ROOM, 14);
   const pitch = many ? thin : space + 34,
     strip = many ? (thin < 6 ? 0 : Math.round(0.22 * thin)) : 4;
   const thick = thin < 2 ? thin : Math.ceil(0.6 * thin) - Math.min(1, strip);

@@ -12,7 +12,7 @@ import {
   say,
   timeUnit,
 } from "./format.js";
-import { leftOf } from "./chart.js";
+import { leftOf, rowOf } from "./chart.js";
 
 const RIGHT = 14,
   AXIS = 20,
@@ -105,8 +105,7 @@ export function drawHeat(status) {
   legend(rows);
   says(status);
   const width = widthOf(byId("heat"));
-  const room = ROOM / islands.length;
-  const row = room < 2 ? room : Math.min(TALLEST, Math.floor(room)); // below a pixel colours mix
+  const row = rowOf(islands.length, ROOM, TALLEST);
   const left = leftOf(islands, width);
   const column = (width - left - RIGHT) / Math.max(1, seconds / curves.width_seconds);
   const [bins, height] = [rows[0].length, row * islands.length];
