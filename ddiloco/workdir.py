@@ -168,8 +168,10 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   with _writing(workdir):
     if not is_there(workdir / "config.json"):
       return False
-  _refuse_another(workdir, config, saved_config(workdir), MAY_CHANGE)
   end, rule = outcome(workdir), "its run is finished"
+  simulated, other = "holds a simulated run", "choose another directory, or add --overwrite"
+  require("virtual_seconds" not in end, "--workdir", str(workdir), simulated, other)
+  _refuse_another(workdir, config, saved_config(workdir), MAY_CHANGE)
   over = end.get("reason") == "finished" and not _is_longer(config, workdir)
   again = "add --overwrite to replace that run, or go on with a greater --config.run.total_tokens"
   fix = f"choose another directory, {again}"

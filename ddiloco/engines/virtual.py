@@ -6,6 +6,7 @@ It also measures how fast this machine merges, for virtual shards and the planne
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import statistics
@@ -107,11 +108,12 @@ def simulate(
       stack.enter_context(workdirs.held(workdir))
       workdirs.claim(workdir, config, overwrite)
       stack.callback(logs.close)
-    reason = run.finish(most_seconds)
+    end = {"reason": run.finish(most_seconds), "virtual_seconds": round(run.now, 3)}
+    if workdir is not None:  # says that no real run can go on here
+      workdirs.write_whole(workdir / workdirs.OUTCOME, json.dumps(end) + "\n")
   return {
-    "reason": reason,
+    **end,
     "learners": config.islands.num_learners,
-    "virtual_seconds": round(run.now, 3),
     "wall_seconds": round(time.monotonic() - began, 3),
     "global_step": run.step,
     "merged_tokens": min(f.merged_tokens for f in run.store.values()),

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from ddiloco import workdir
 from ddiloco.chaos import random_faults
 from ddiloco.config import ConfigError, Fault
 from ddiloco.engines import virtual
@@ -49,6 +50,8 @@ def test_events_in_a_workdir_are_a_run_that_can_be_read(tmp_path):
   assert {event.role for event in events} >= {"engine", "syncer-0", "learner-2"}
   with pytest.raises(ConfigError, match="holds a run"):
     virtual.simulate(config, setting(), tmp_path / "run")
+  with pytest.raises(ConfigError, match="holds a simulated run"):  # it was trained over
+    workdir.check(tmp_path / "run", config, overwrite=False)
   with pytest.raises(ConfigError, match="gbps"):  # and then what is there stays
     virtual.simulate(config, setting(gbps=(1.0, 2.0)), tmp_path / "run", overwrite=True)
   assert len(read_events(tmp_path / "run")) == len(events)
