@@ -7,9 +7,9 @@ import pytest
 
 from ddiloco.config import from_dict
 from ddiloco.core import codec, delta, outer, passes
-from ddiloco.core.delta import Committed, Merger
+from ddiloco.core.delta import Committed, Deltas, Merger
 from ddiloco.protocol import rules
-from ddiloco.protocol.messages import NOTHING, FragmentState, Push
+from ddiloco.protocol.messages import MADE, NOTHING, FragmentState, Push
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.core.test_outer_merge import exact, fragment_of, randoms
@@ -218,3 +218,48 @@ def test_a_push_that_is_not_finite_is_measured_in_silence(merger):
   bad.view(np.uint32)[:2] = 0x7F800001, 0x7F800000  # a signalling NaN, and infinity
   push = Push(0, 0, 0, 0, 0, 1, 1, 0, 0, "f32", exact(bad).payload)
   assert not np.isfinite(merger.take_in(push, 0.0).norm)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("factor", [1.0, -2.0, 1e30, math.nan])
+def test_a_planned_fault_poisons_a_push_and_nothing_else(factor):
+  deltas, (base, local) = Deltas(CONFIG.sync), randoms(2, SIZE)
+  base[0] = 1e30
+  deltas.base[0] = base
+  sent = codec.decode(deltas.push(0, local, factor), SIZE, CONFIG.sync.push_codec)
+  with np.errstate(over="ignore"):
+    np.testing.assert_array_equal(sent, (base - local) * np.float32(factor))
+  assert deltas.base[0] is base and np.isfinite(base).all()
+
+
+def test_a_learner_keeps_no_rounding_errors_unless_it_feeds_them_back():
+  base, local, new = randoms(3, SIZE)
+  for error_feedback, kept in ((False, {"base/0"}), (True, {"base/0", "residual/0"})):
+    sync = {"push_codec": "int8", "apply": "mix", "error_feedback": error_feedback}
+    deltas = Deltas(from_dict({"sync": sync}).sync)
+    deltas.base[0] = base
+    deltas.push(0, local)
+    deltas.stage(0, new, "mix", included=True)
+    assert deltas.arrays().keys() == kept
+
+
+@pytest.mark.parametrize(
+  "size, rounds, is_made", [(SIZE, 0, True), (SIZE, 1, False), (9, 0, False)]
+)
+def test_a_large_initial_value_goes_out_as_its_digest(monkeypatch, size, rounds, is_made):
+  monkeypatch.setattr(delta, "MADE_FROM", SIZE)
+  fragment, (value, other) = fragment_of(size), randoms(2, size)
+  store = {0: delta.new_fragment(fragment, value)}
+  merger, deltas = Merger({0: fragment}, store, CONFIG), Deltas(CONFIG.sync)
+  for n in range(rounds):
+    merged(merger, n, [other])
+  assert merger.prepare(0) == ""
+  sent = merger.with_payload(says.publish(0, 0, 0, 0, -1, 0, NOTHING, 0, 0, (), MADE))
+  if not is_made:
+    assert sent.codec == "f32" and len(sent.payload) == 4 * size
+    return
+  assert (sent.codec, bytes(sent.payload)) == (MADE, codec.digest(value))
+  assert deltas.made(sent, other) is None, "other bits were made"
+  made_here = deltas.made(sent, value)
+  np.testing.assert_array_equal(codec.finite(made_here.payload, size), value)
+  assert made_here.codec == "f32"

@@ -1,6 +1,7 @@
 """What a learner's side of the exchange does to bits, with its shard played by hand."""
 
 import collections
+import os
 import threading
 import time
 import weakref
@@ -387,6 +388,32 @@ def test_an_update_is_taken_from_what_was_received_not_from_what_was_trained(ben
   assert bits(b.local(0)) == bits(base)
 
 
+def test_a_poisoned_push_is_logged_as_such(bench):
+  b = bench()
+  base = b.join()[1]
+  b.train()
+  b.exchange.poison = lambda: -3.0
+  push, local = b.push(1, round=3, version=0)
+  assert bits(push.payload) == bits(codec.encode(np.float32(-3) * (base - local), "f32"))
+  b.until(lambda: b.events[-1].kind == "push")
+  copied, pushed = (e for e in b.events if e.kind in ("copy_out", "push"))
+  assert (copied.factor, copied.base_round, copied.round) == (-3.0, -1, 3)
+  said = ("fragment", "round", "version", "steps", "tokens")
+  assert [getattr(copied, name) for name in said] == [getattr(pushed, name) for name in said]
+  assert (pushed.version, pushed.steps, pushed.tokens, pushed.bytes) == (0, 1, 5, 1)
+
+
+@pytest.mark.parametrize("value_threads, count", [(0, 4), (3, 3)])
+def test_work_on_large_fragments_leaves_half_of_the_cores_to_the_steps(
+  bench, monkeypatch, value_threads, count
+):
+  monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+  assert bench(value_threads=value_threads).exchange._threads.count == 1, "of small ones it is done"
+  monkeypatch.setattr("ddiloco.runtime.COMPILED_FROM", 1)
+  exchange = bench(value_threads=value_threads).exchange
+  assert exchange._threads.count == count and exchange._deltas.share == exchange._threads.share
+
+
 class Broken(toy.ToyIsland):
   def stage(self, fragment, flat):
     if fragment == 1:
@@ -506,10 +533,19 @@ def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
 def test_a_copy_of_moments_is_freed_before_they_are_sent(bench, monkeypatch):
   b = bench()
   b.join()
+  b.island.updates = 9
+  for value in b.island.mean.values():
+    value[:] = RANDOM.standard_normal(value.shape)
   there = copies_there(b, monkeypatch, b.exchange.recorder, "flush")  # the last thing before
   b.give(ProvideMoments(0, 0, 0, 1))
-  b.until(lambda: there)
+  b.until(lambda: any(isinstance(m, Moments) for m in b.wire.sent))
   assert there == [False]
+  [moments] = (m for m in b.wire.sent if isinstance(m, Moments))
+  assert (moments.fragment, moments.donation, moments.count) == (1, 1, 9)
+  mean = fragments.gather(b.plan.fragments[1], b.island.mean)
+  assert bits(moments.payload) == bits(codec.encode(mean, "f32"))
+  [donated] = (e for e in b.events if e.kind == "donated")
+  assert (donated.fragment, donated.donation) == (1, 1)
 
 
 def test_a_version_on_its_way_to_the_devices_is_in_a_snapshot(bench):

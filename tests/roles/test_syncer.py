@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import time
 import types
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from ddiloco.checkpoint.buddy import Sealer
 from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
-from ddiloco.core.delta import learner_weights, new_fragment
+from ddiloco.core.delta import Merger, learner_weights, new_fragment
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import InstallValue, Tick
@@ -532,7 +533,39 @@ def test_shard_0_alone_commits_snapshots_in_lock_step_those_that_have_a_quorum(b
 
 
 def test_of_what_is_lost_of_a_fragment_the_newest_version_counts():
-  shard = Shard(2)
-  for learner, versions in ((0, {0: 5}), (1, {0: 3, 1: 2})):
+  shard, lost = Shard(2), [(0, {0: 5}), (1, {0: 3, 1: 2})]
+  assert shard.syncer.lost == {}
+  for learner, versions in lost:
     shard.syncer._perform(events.Lost(learner=learner, versions=versions, reason="too late"))
   assert shard.syncer.lost == {0: 5, 1: 2}
+  assert [(e.learner, e.versions) for e in shard.events if e.kind == "lost"] == lost
+
+
+def test_a_shard_says_first_what_it_serves(monkeypatch, capsys):
+  """What replay builds a commit on, and that a disk without room for compiled code stops no run."""
+  shard = Shard(2, sync={"min_quorum": 2, "publish_codec": "int8"})
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
+  (commit,) = (e for e in shard.events if e.kind == "commit" and e.fragment == 1)
+  given_back = shard.store[1].published_value
+  shard.store[1] = replace(shard.store[1], value=given_back, momentum_round=-1)
+  prepared = []
+  monkeypatch.setattr(Merger, "prepare", lambda self, p: prepared.append(p) or "no room" * p)
+  shard.start(incarnation=1)
+  started, first, second = shard.events
+  assert (started.kind, started.fragments, prepared) == ("started", (0, 1), [0, 1])
+  assert (first.fragment, first.version, first.exact) == (0, 1, True)
+  assert first.momentum_round == first.round == shard.store[0].state.last_round >= 0
+  said = second.version, second.round, second.momentum_round, second.exact, second.merged_tokens
+  assert said == (1, commit.round, -1, False, sum(commit.tokens))
+  assert capsys.readouterr().err.count("cannot be kept on disk: no room. The run goes on") == 1
+  assert shard.syncer.idle
+  shard.syncer._do(lambda: None)
+  assert not shard.syncer.idle, "what follows from the job is still to be done"
+
+
+@pytest.mark.parametrize("value_threads, count", [(0, 8), (3, 3)])
+def test_a_shards_work_on_large_fragments_may_use_all_cores(monkeypatch, value_threads, count):
+  monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+  monkeypatch.setattr("ddiloco.runtime.COMPILED_FROM", 1)
+  role = Shard(1, sync={"value_threads": value_threads}).syncer
+  assert role._threads.count == count and role.merger.share == role._threads.share

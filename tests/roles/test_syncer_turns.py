@@ -13,7 +13,7 @@ import pytest
 from ddiloco.chaos import Faults
 from ddiloco.network.transport import Counters, Delivery, Hub
 from ddiloco.protocol.actions import Received, Tick
-from ddiloco.protocol.messages import RequestMoments
+from ddiloco.protocol.messages import Recover, RequestMoments
 from ddiloco.protocol.values import replace
 from ddiloco.roles import syncer as module
 from ddiloco.runtime import Time
@@ -119,11 +119,13 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
   monkeypatch, stopped
 ):
   """The message is still on its way through the sockets when the process goes on."""
-  clock, waits, arrives_at = Clock(), itertools.count(), list[float]()
+  clock, waits, arrives_at, patience = Clock(), itertools.count(), list[float](), list[float]()
 
-  def receive(_seconds: float) -> Delivery | None:
+  def receive(seconds: float) -> Delivery | None:
+    patience.append(seconds)
     if next(waits) == 1:  # the first turn decides at once, and this is the wait of the second
-      clock.at += module.LONGEST_WAIT_SECONDS + 1.2 * module.STOOD_STILL_SECONDS * stopped
+      late_seconds = (1.2 if stopped else 0.8) * module.STOOD_STILL_SECONDS
+      clock.at += module.LONGEST_WAIT_SECONDS + late_seconds
       arrives_at.append(clock.at + 0.02)
     elif arrives_at and clock.at >= arrives_at[-1]:
       arrives_at.append(math.inf)
@@ -133,6 +135,7 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
   turns = Turns(monkeypatch, Scripted(receive), clock)
   turns.run(ticks=2)
   assert turns.kinds() == (["Tick", "Resumed", "Received", "Tick"] if stopped else ["Tick", "Tick"])
+  assert not any(patience[2:]), "what is there is taken in, and nothing more is waited for"
 
 
 def test_a_shard_may_be_stopped_at_any_moment_of_its_turn(monkeypatch):
@@ -187,3 +190,36 @@ def test_a_tick_says_whether_a_snapshot_is_still_being_saved(monkeypatch):
     turns.role._capturing, turns.role._saver = capturing, saver
     said.append(turns.run(ticks=len(said) + 1)[-1].saved)
   assert said == [True, False, False, True]
+
+
+def test_a_turn_waits_for_so_long_as_nothing_is_due(monkeypatch):
+  """Until then the loop must look at faults and stop signals, and can tell that it was stopped."""
+  clock = Clock()
+  turns = Turns(monkeypatch, Scripted(lambda seconds: None), clock)
+  turns.role.state = replace(turns.role.state, silent_at=math.inf)
+  loop = turns.role.live(Faults((), 0.0), lambda: turns.kinds().count("Tick") >= 3)
+  waits = [until for until in loop if until is not None]
+  assert waits == [0.0, module.LONGEST_WAIT_SECONDS, module.LONGEST_WAIT_SECONDS]
+
+
+def test_a_turn_performs_faults_and_tells_of_its_traffic(monkeypatch):
+  """A slow shard takes the longer for all that it does in a turn, but not for its waits."""
+  clock, seen = Clock(), []
+  turns = Turns(monkeypatch, Scripted(lambda seconds: clock.sleep(0.3)), clock)
+  turns.role.state = replace(turns.role.state, global_step=7)
+  finish, handle = turns.role.finish, turns.role.handle
+  monkeypatch.setattr(turns.role, "finish", lambda: clock.sleep(0.3) or finish())
+  monkeypatch.setattr(turns.role, "handle", lambda event: clock.sleep(0.2) or handle(event))
+  faults = types.SimpleNamespace(check=seen.append, drag=seen.append)
+  turns.role.run(faults, lambda: turns.kinds().count("Tick") >= 3)
+  assert seen == 3 * [7, pytest.approx(0.5)]
+  assert turns.role._drag == seen.append, "and for the jobs of its worker"
+  traffic = [e for e in turns.role.recorder.events if e.kind == "traffic"]
+  assert len(traffic) == 3, "after 0.8 and 2.4 s, and in the end"
+
+
+def test_a_shard_that_keeps_no_copies_ignores_what_another_shard_says(monkeypatch):
+  messages = [Delivery("syncer-1", Recover(1, 0), 0.0)]
+  turns = Turns(monkeypatch, Scripted(lambda seconds: messages.pop() if messages else None))
+  turns.run(ticks=2)
+  assert turns.kinds() == ["Tick", "Tick"] and not messages
