@@ -103,6 +103,8 @@ def test_a_commit_of_zeros_has_no_direction(merger):
   assert merged(merger, 0, zeros).length is None
   assert merged(merger, 1, some).rho is None
   assert merged(merger, 2, zeros).rho is None
+  half = merged(merger, 3, [zeros[0], some[0]])
+  assert half.length == pytest.approx(1), "as long as the mean of the two"
 
 
 class Median(passes.Sum):
@@ -221,7 +223,7 @@ def test_a_push_that_is_not_finite_is_measured_in_silence(merger):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("factor", [1.0, -2.0, 1e30, math.nan])
+@pytest.mark.parametrize("factor", [1.0, 2.0, 0.5, -1.0, 1e30, math.nan])
 def test_a_planned_fault_poisons_a_push_and_nothing_else(factor):
   deltas, (base, local) = Deltas(CONFIG.sync), randoms(2, SIZE)
   base[0] = 1e30
@@ -238,7 +240,9 @@ def test_a_learner_keeps_no_rounding_errors_unless_it_feeds_them_back():
     sync = {"push_codec": "int8", "apply": "mix", "error_feedback": error_feedback}
     deltas = Deltas(from_dict({"sync": sync}).sync)
     deltas.base[0] = base
-    deltas.push(0, local)
+    deltas.push(0, local, 1.0)
+    outstanding = {name.replace("residual", "rounding") for name in kept} | {"sent/0"}
+    assert deltas.arrays().keys() == outstanding
     deltas.stage(0, new, "mix", included=True)
     assert deltas.arrays().keys() == kept
 

@@ -103,15 +103,17 @@ def test_a_tick_says_up_to_when_all_is_heard(monkeypatch):
 
 
 def test_a_flood_does_not_put_off_a_decision(monkeypatch):
-  numbers = itertools.count()
+  numbers, patience = itertools.count(), []
 
-  def receive(_seconds: float) -> Delivery:
+  def receive(seconds: float) -> Delivery:
+    patience.append(seconds)
     return Delivery("learner-0", RequestMoments(0, 0, (next(numbers),)), time.monotonic())
 
   turns = Turns(monkeypatch, Scripted(receive, waiting=10))
   events = turns.run(ticks=5)
   assert turns.kinds() == (["Received"] * 11 + ["Tick"]) * 5
   assert all(isinstance(e, Tick | Received) for e in events)
+  assert not any(n % 11 and seconds for n, seconds in enumerate(patience)), "a turn has one wait"
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -182,6 +184,8 @@ def test_a_shard_waits_no_longer_than_its_state_or_its_copies_need(monkeypatch, 
 def test_a_tick_says_whether_a_snapshot_is_still_being_saved(monkeypatch):
   turns, said = Turns(monkeypatch, Scripted(lambda seconds: None)), []
   savers = (None, types.SimpleNamespace(busy=True), types.SimpleNamespace(busy=False))
+  assert turns.run(ticks=1)[-1].saved, "none has begun"
+  turns.events.clear()
   for capturing, saver in (
     (False, savers[0]),
     (True, savers[2]),
@@ -218,8 +222,17 @@ def test_a_turn_performs_faults_and_tells_of_its_traffic(monkeypatch):
   assert len(traffic) == 3, "after 0.8 and 2.4 s, and in the end"
 
 
-def test_a_shard_that_keeps_no_copies_ignores_what_another_shard_says(monkeypatch):
-  messages = [Delivery("syncer-1", Recover(1, 0), 0.0)]
-  turns = Turns(monkeypatch, Scripted(lambda seconds: messages.pop() if messages else None))
-  turns.run(ticks=2)
-  assert turns.kinds() == ["Tick", "Tick"] and not messages
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_comes_is_for_the_reducer_or_for_the_copies_of_other_shards(monkeypatch, copies):
+  """The reducer is told what is still on its way to the sender: that is not sent again."""
+  messages = [says.hello(0, 0), Recover(1, 0), says.hello(1, 0)]
+  arrivals, said = (Delivery("its sender", each, 0.0) for each in messages), []
+  turns = Turns(monkeypatch, Scripted(lambda seconds: next(arrivals, None), waiting=2))
+  turns.role.endpoint.unsent = {"learner-0": 0, "learner-1": 1}.get
+  if copies:
+    how = {"on": said.append, "tick": lambda: math.inf, "held": {3: "what waits"}}
+    turns.role.replication = types.SimpleNamespace(**how)
+  first, last, _ = turns.run(ticks=1)
+  assert (first.message, last.message, said) == (*messages[::2], messages[1:2] * copies)
+  assert (first.unsent, last.unsent) == (False, True)
+  assert first.held == last.held == ({3: "what waits"} if copies else ())
