@@ -18,8 +18,9 @@ from tests.checkpoint.saving import FULL, Gated, commit, state
 from tests.waits import PATIENCE_SECONDS, wait_for
 
 
-def test_a_part_is_saved_in_the_background_with_its_checksums(storage, savers):
+def test_a_part_is_saved_in_the_background_with_its_checksums(storage, savers, monkeypatch):
   saver, events = savers("learner-3")
+  monkeypatch.setattr(Gated, "prune", deletes := mock.Mock())
   values, then = np.arange(5, dtype=np.float32), threading.Event()
 
   def written():
@@ -33,6 +34,8 @@ def test_a_part_is_saved_in_the_background_with_its_checksums(storage, savers):
   assert (saved.snapshot, saved.bytes, saved.arrays) == (7, 20, {"params/a": crc})
   assert saved.seconds > 0
   part = storage.load(7, "learner-3")
+  wait_for(lambda: not saver.busy)
+  assert not deletes.called, "that is shard 0's"
   assert part.state == {"x": 1} and part.incarnation == 0
   np.testing.assert_array_equal(part.arrays["params/a"], values)
 

@@ -181,9 +181,9 @@ def test_a_commit_in_place_changes_no_bit(name):
 def test_a_push_of_stale_work_weighs_what_its_counted_steps_and_tokens_weigh():
   config = from_dict({"sync": {"sync_period": 10}})
   what = made(0.0, "syncer-0", "commit", learners=(0, 1, 2), step_tokens=(10, 10, 10))
-  what = replace(what, steps=(60, 30, 30), tokens=(600, 300, 300))
-  # 60 steps count as 15, with 150 tokens: 150 * 10 against 300 * 10 and 300 * 10.
-  np.testing.assert_allclose(delta.learner_weights(what, config), [0.2, 0.4, 0.4], rtol=1e-15)
+  what = replace(what, steps=(60, 30, 30), tokens=(600, 300, 150))
+  # 60 steps count as 15, with 150 tokens: 150 * 10 against 300 * 10 and 150 * 5. Half is the most.
+  np.testing.assert_allclose(delta.learner_weights(what, config), [1 / 3, 1 / 2, 1 / 6], rtol=1e-15)
 
 
 @pytest.mark.parametrize("name", ["f32", "int8"])
@@ -201,6 +201,28 @@ def test_receivers_get_the_update_of_the_newest_commit_or_the_whole_value(name):
   update = says.publish(0, 0, 0, 0, 0, 1, 0, 1, 2, (0, 0, 1, 0), "")
   base_round = NOTHING if name == "f32" else update.base_round
   assert merger.with_payload(update).base_round == base_round, "f32 costs as much whole"
+  for_newcomers = merger.with_payload(replace(update, base_round=NOTHING))
+  np.testing.assert_array_equal(codec.finite(for_newcomers.payload, SIZE), value)
+  assert (for_newcomers.codec, for_newcomers.base_round) == ("f32", NOTHING)
+
+
+def test_a_value_that_is_given_back_goes_out_whole_and_the_round_under_way_is_forgotten():
+  """Receivers of the older update would have had another value than the shard."""
+  fragment, (value, gradient) = fragment_of(SIZE), randoms(2, SIZE)
+  store = {0: delta.new_fragment(fragment, np.ones(SIZE, np.float32))}
+  sync = {"num_fragments": 1, "num_shards": 1, "publish_codec": "int8"}
+  merger = Merger({0: fragment}, store, from_dict({"sync": sync}))
+  merged(merger, 0, [gradient])
+  merger.take_in(push_of(0, 1, gradient), 0.0)
+  before, state = merger.committed[0], FragmentState(0, 9, last_round=8)
+  merger.install(value, state)
+  now = merger.committed[0]
+  assert now.value is now.published_value is value and now.state is state
+  assert now.momentum is before.momentum and now.momentum_round == before.momentum_round == 0
+  assert not merger.arrivals and merger.change(0).codec == "f32"
+  sent = merger.with_payload(says.publish(0, 0, 0, 0, 8, 9, 1, 0, 0, (), ""))
+  assert sent.base_round == NOTHING
+  np.testing.assert_array_equal(codec.finite(sent.payload, SIZE), value)
 
 
 def test_a_value_is_inexact_only_if_it_was_given_back_with_a_codecs_rounding():
@@ -263,6 +285,7 @@ def test_a_large_initial_value_goes_out_as_its_digest(monkeypatch, size, rounds,
     assert sent.codec == "f32" and len(sent.payload) == 4 * size
     return
   assert (sent.codec, bytes(sent.payload)) == (MADE, codec.digest(value))
+  assert merger.with_payload(replace(sent, codec="")).codec == "f32", "who cannot make it asks"
   assert deltas.made(sent, other) is None, "other bits were made"
   made_here = deltas.made(sent, value)
   np.testing.assert_array_equal(codec.finite(made_here.payload, size), value)

@@ -1,6 +1,7 @@
 """What a learner's side of the exchange does to bits, with its shard played by hand."""
 
 import collections
+import math
 import os
 import threading
 import time
@@ -290,6 +291,10 @@ def test_a_learner_that_waits_says_twice_a_second_that_it_lives():
     drive(b.exchange.wait(at), b.wire, 0.0)
     said.append(sum(isinstance(m, Report) for m in b.wire.sent))
   assert said == [1, 0, 1, 0, 1]
+  waits = [next(b.exchange.wait(at + seconds)) - at for seconds in (0.3, 0.7, math.inf)]
+  assert waits == pytest.approx([0.3, 0.5, 0.5]), (
+    "for what it is told to, or until it has to say so"
+  )
 
 
 def test_the_log_says_how_long_it_took_to_join():

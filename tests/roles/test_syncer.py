@@ -504,7 +504,9 @@ def test_a_snapshot_awaits_no_learner_that_said_goodbye_and_does_not_miss_it():
   shard = Shard(3)
   shard.round(deltas(shard.plan, shard.learners, seed=0))
   shard.syncer._saver = types.SimpleNamespace(commit_when_complete=lambda *given: given)
-  *_, expected, _, _, has_left = shard.syncer._commit_snapshot(shard.syncer.state)
+  captured, settings = replace(shard.syncer.state, snapshot=20), shard.config.checkpoint
+  number, shards, expected, *how, has_left = shard.syncer._commit_snapshot(captured)
+  assert (number, shards, how) == (20, ["syncer-0"], [settings.patience_seconds, True])
   assert expected() == ["learner-0", "learner-1", "learner-2"] and not has_left("learner-0")
   shard.hear(Goodbye(0, 0))
   assert expected() == ["learner-1", "learner-2"]
