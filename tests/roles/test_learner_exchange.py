@@ -19,6 +19,7 @@ from ddiloco.protocol.messages import (
   EVALUATOR,
   MADE,
   ForwardMoments,
+  Goodbye,
   Moments,
   ProvideMoments,
   Push,
@@ -295,6 +296,15 @@ def test_a_learner_that_waits_says_twice_a_second_that_it_lives():
   assert waits == pytest.approx([0.3, 0.5, 0.5]), (
     "for what it is told to, or until it has to say so"
   )
+
+
+def test_who_leaves_says_goodbye_once():
+  b = Bench(time=toy.AtOnce())
+  b.join()
+  for _ in range(2):
+    b.exchange.leave("it is over")
+  assert sum(isinstance(m, Goodbye) for m in b.wire.sent) == 1
+  assert [e.reason for e in b.events if e.kind == "stopped"] == ["it is over"]
 
 
 def test_the_log_says_how_long_it_took_to_join():
