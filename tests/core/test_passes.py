@@ -233,8 +233,29 @@ def test_one_scale_that_makes_a_value_infinite_shows_in_the_squares(name, scale,
 
 
 def test_a_fragment_has_its_runs_once():
-  runs = {id(segment.runs) for segment in passes.segments(fragment_of(*LONG, 40 * CHUNK))}
-  assert len(runs) == 1
+  segments = passes.segments(fragment_of(*LONG, 40 * CHUNK))
+  assert len({id(segment.runs) for segment in segments}) == 1
+  assert [len(segment.spans) for segment in segments] == [16] * 3 + [12]
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK, CHUNK + 1, passes.SEGMENT, passes.SEGMENT + 70_000])
+def test_a_vector_is_cut_into_chunks_which_segments_share(size):
+  chunks, shared = [], []
+
+  def share(work, starts):
+    shared.extend(starts)
+    return map(work, shared)
+
+  passes.over_chunks(size, chunks.append, share)
+  assert chunks == [slice(at, min(at + CHUNK, size)) for at in range(0, size, CHUNK)]
+  assert shared == [*range(0, size, passes.SEGMENT)]
+
+
+def test_what_is_not_worth_it_is_not_compiled(monkeypatch):
+  monkeypatch.setattr(passes, "_kernels", lambda: pytest.fail("it compiles"))
+  monkeypatch.setattr(passes, "COMPILED_FROM", 100)
+  for size, name in ((99, "int4"), (100, "bf16")):
+    assert passes.compile_for(fragment_of(size), Config(sync=SyncConfig(push_codec=name))) == ""
 
 
 def test_a_payload_at_an_odd_address_is_read_alike(compiled):
