@@ -256,6 +256,7 @@ def test_what_is_not_worth_it_is_not_compiled(monkeypatch):
   monkeypatch.setattr(passes, "COMPILED_FROM", 100)
   for size, name in ((99, "int4"), (100, "bf16")):
     assert passes.compile_for(fragment_of(size), Config(sync=SyncConfig(push_codec=name))) == ""
+  assert passes._by_kernels(fragment_of(100), "int4")
 
 
 def test_a_payload_at_an_odd_address_is_read_alike(compiled):

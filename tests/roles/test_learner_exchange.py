@@ -483,6 +483,8 @@ def test_a_snapshot_that_goes_without_a_learner_costs_it_no_copy(bench, monkeypa
     b.until(lambda heard=snapshot: len(saver.saved) + len(saver.declined) == heard)
   assert saver.saved == [1, 3] and len(captured) == 2
   assert saver.declined == [(2, "the one before is not done yet")]
+  took = [(e.snapshot, e.seconds < PATIENCE_SECONDS) for e in b.events if e.kind == "captured"]
+  assert took == [(1, True), (3, True)]
   for snapshot, wants in ((4, (0,)), (5, ())):
     b.exchange.warms_up = not wants
     b.exchange.state = replace(b.exchange.state, wants=wants, wants_until=1e12)

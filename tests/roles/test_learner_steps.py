@@ -26,7 +26,7 @@ from tests.roles import toy
 class Clock(toy.AtOnce):
   """It stands while nobody sleeps."""
 
-  at = 0.0
+  at = 1000.0
 
   def now(self) -> float:
     return self.at
