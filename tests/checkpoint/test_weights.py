@@ -85,6 +85,13 @@ def test_small_tensors_of_a_start_are_read_together(tmp_path, monkeypatch, most_
   assert read.call_count == reads, "of a role that needs none"
 
 
+def test_a_group_has_as_many_tensors_as_fit_or_one_that_is_larger():
+  shapes = {"a": (2, 3), "b": (1,), "c": (10,), "d": (3,), "e": (2,)}
+  for most_bytes, expected in ((27, "a b c de"), (28, "ab c de"), (60, "ab cde"), (88, "abcde")):
+    assert ["".join(group) for group in weights.groups(shapes, most_bytes)] == expected.split()
+  assert not [*weights.groups({}, 28)]
+
+
 def test_plain_libraries_read_it(tmp_path):
   said = {"format": "ddiloco", "model": json.dumps({"num_layers": 2})}
   folder, path = (weights.save(tmp_path / form, params(), said) for form in FORMS)

@@ -724,6 +724,9 @@ def test_an_initial_value_that_cannot_be_made_is_asked_for(bench, make):
   b.publish_digest(0, vector(b.plan.sizes[0]))
   b.until(lambda: any(isinstance(m, Report) and m.whole for m in b.wire.sent))
   assert not b.exchange.state.fragments[0].fresh
+  [ignored] = (e for e in b.events if e.kind == "ignored")
+  why = "is not on this machine" if make is unreadable else "it is another one here, or none"
+  assert ignored.message == "Publish" and ignored.reason.endswith(why)
   b.join()
 
 
