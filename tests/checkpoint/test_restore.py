@@ -511,8 +511,9 @@ def test_a_place_that_may_not_be_looked_into_is_no_traceback(monkeypatch):
   with tempfile.TemporaryDirectory() as folder:  # its parents are everybody's to read
     os.chmod(folder, 0o755)
     config = from_dict({"checkpoint": {"path": f"{folder}/mine"}})
+    plan = initial.make_plan(config)  # here, since another user may not import what it needs
     with denied(Path(folder), 0):
-      storage = open_storage(config, initial.make_plan(config), Path(folder), "run")
+      storage = open_storage(config, plan, Path(folder), "run")
       with pytest.raises(OSError, match="Permission denied"):
         storage.committed()
 

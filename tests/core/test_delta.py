@@ -167,9 +167,10 @@ def test_a_commit_in_place_changes_no_bit(name):
     store = {0: delta.new_fragment(fragment, np.ones(SIZE, np.float32))}
     merger = Merger({0: fragment}, store, config, in_place)
     for n in range(2):
-      before = merger.committed[0].published_value
+      before = merger.committed[0]
       merged(merger, n, list(randoms(2, SIZE, seed=n)))
-      assert (merger.committed[0].published_value is before) == in_place
+      assert (merger.committed[0].published_value is before.published_value) == in_place
+      assert (merger.committed[0].value is before.value) == in_place or not n
     found.append(merger.arrays())
     assert found[-1].keys() == vectors | (set() if name == "f32" else {"0/published_value"})
     np.testing.assert_array_equal(found[-1]["0/momentum"], merger.committed[0].momentum)

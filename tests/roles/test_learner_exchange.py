@@ -614,7 +614,7 @@ def test_moments_of_a_peer_lie_in_the_island_as_they_came_and_damaged_ones_are_i
   one.join()
   one.until(lambda: any(isinstance(m, RequestMoments) for m in one.wire.sent))
   given = [vector(f.size) for f in one.plan.fragments]
-  ignored = lambda: [e.learner for e in one.events if e.kind == "ignored"]
+  ignored = lambda: [e.learner for e in one.events if getattr(e, "message", "") == "ForwardMoments"]
   for p, flat in enumerate(given):
     unfit = np.full(flat.size, np.nan, np.float32)
     for bad, sent in enumerate((flat[1:], unfit, flat), 1):
@@ -629,6 +629,19 @@ def test_moments_of_a_peer_lie_in_the_island_as_they_came_and_damaged_ones_are_i
   assert one.island.updates == 7
   took = [(e.fragment, e.learner, e.donation) for e in one.events if e.kind == "inherited"]
   assert took == [(0, 1, 0), (1, 1, 1)]
+
+
+def test_moments_are_as_many_vectors_as_the_optimizer_has(bench):
+  b, staged = bench(donor_seconds=PATIENCE_SECONDS), []
+  b.join()
+  b.until(lambda: any(isinstance(m, RequestMoments) for m in b.wire.sent))
+  size, b.island.num_moments = b.plan.sizes[0], 2
+  b.island.stage = lambda p, flat, moments=False: staged.append((p, flat.size, moments))
+  b.island.apply = lambda *arguments, **more: None
+  payload = codec.encode(vector(2 * size), "f32")
+  b.give(ForwardMoments(0, 0, 0, 0, 1, 0, 1, count=7, payload=payload))
+  b.until(lambda: b.exchange.state.wants == (1,))
+  assert staged == [(0, 2 * size, True)]
 
 
 def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
