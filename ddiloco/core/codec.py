@@ -84,9 +84,9 @@ def _part(encoded: Encoded, size: int, start: int) -> tuple[np.ndarray, np.ndarr
   Codes are f32, bf16 or int8 values, or bytes of two int4 codes.
   """
   scales, codes = parts(encoded, size)
-  stop, per_byte = min(start + CHUNK, size), 2 if encoded.codec == "int4" else 1
-  codes = codes.view(_TYPES[encoded.codec])[start // per_byte : -(-stop // per_byte)]
-  return scales[start // BLOCK : -(-stop // BLOCK)], codes
+  stop, per_byte = start + CHUNK, 2 if encoded.codec == "int4" else 1
+  codes = codes.view(_TYPES[encoded.codec])[start // per_byte : stop // per_byte]
+  return scales[start // BLOCK : stop // BLOCK], codes
 
 
 def empty(size: int, codec: str) -> Encoded:
