@@ -394,6 +394,22 @@ def test_momentum_is_what_published_steps_say():
   assert np.abs(momentum - exact_momentum).max() < 0.02 * np.abs(exact_momentum).max()
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", codec.CODECS)
+def test_a_copy_follows_a_step_bit_by_bit(name, config):
+  """Also over several chunks, the last of which is odd to every border."""
+  fragment = fragment_of(CHUNK + 300, CHUNK - 1)
+  value, published, speed, delta = randoms(4, fragment.size)
+  published = value if name == "f32" else published
+  old = Vectors(value, published, speed if config.momentum else None)
+  new, update = passes.step(one_push(fragment, delta), old, config, name)
+  change = update or Encoded("f32", codec.encode(new.published_value, "f32"))
+  copied, momentum = published.copy(), None if old.momentum is None else speed.copy()
+  passes.follow(copied, momentum, change, config)
+  np.testing.assert_array_equal(copied, new.published_value)
+  np.testing.assert_array_equal(momentum, new.momentum)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_step_allocates_the_new_vectors_if_any_and_chunks(in_place):
   fragment = fragment_of(1_000_000, 64, 500_000)
