@@ -105,7 +105,7 @@ def encode(x: np.ndarray, codec: str) -> np.ndarray:
   if codec == "f32":
     return np.ascontiguousarray(x).view(np.uint8)
   encoded = empty(x.size, codec)
-  scratch = np.empty(min(CHUNK, x.size), np.float32)
+  scratch = np.empty(CHUNK, np.float32)
   for start in range(0, x.size, CHUNK):
     values = x[start : start + CHUNK]
     encode_chunk(values, encoded, x.size, start, scratch[: values.size])
