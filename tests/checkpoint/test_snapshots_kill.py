@@ -270,7 +270,8 @@ def test_a_denied_folder_is_said_and_leaves_what_was_committed(committed, tmp_pa
   check(storage.find("learner-0"))
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+def test_a_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch):
+  monkeypatch.setattr("ddiloco.checkpoint.signed_json.PAUSES_SECONDS", ())
   (tmp_path / "file").write_text("no folder")
   storage = Storage(tmp_path / "file", "plan", pytest.fail)
   with pytest.raises(OSError):
