@@ -239,9 +239,10 @@ def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers,
   storage.commit(2, ["learner-0"])
   storage.prune(1, since=2)
   assert not storage.is_committed(1)
-  learner.decline(1, "it is late")
   learner.save(3, state("learner-0"), {})
   said.of("saved", 2)
+  learner.decline(1, "it is late")
+  learner.close(PATIENCE_SECONDS)
   assert len(said.of("unsaved")) == 1, "nor of one that is deleted, since a newer one is there"
 
 

@@ -292,6 +292,10 @@ def test_a_learner_that_waits_says_twice_a_second_that_it_lives():
     drive(b.exchange.wait(at), b.wire, 0.0)
     said.append(sum(isinstance(m, Report) for m in b.wire.sent))
   assert said == [1, 0, 1, 0, 1]
+  b.publish(0, 1, vector(b.plan.sizes[0]))
+  b.wire.sent.clear()
+  drive(b.exchange.wait(at), b.wire, 0.0)
+  assert [m.versions for m in b.wire.sent] == [(1, 0)], "and at once what is new"
   waits = [next(b.exchange.wait(at + seconds)) - at for seconds in (0.3, 0.7, math.inf)]
   assert waits == pytest.approx([0.3, 0.5, 0.5]), (
     "for what it is told to, or until it has to say so"
