@@ -148,6 +148,29 @@ def test_directions_of_few_values_are_compared_with_none(size, compared):
   assert (merged(merger, 1, pushes).rho is None) == (not compared)
 
 
+def test_a_commit_goes_on_from_the_momentum_of_the_one_before():
+  fragment, outside = fragment_of(SIZE), {"learning_rate": 0.5, "momentum": 0.9}
+  sync = {"num_fragments": 1, "num_shards": 1, "publish_codec": "f32"}
+  config = from_dict({"sync": sync, "outer": outside})
+  value = momentum = np.zeros(SIZE, np.float32)
+  merger = Merger({0: fragment}, {0: delta.new_fragment(fragment, value)}, config)
+  for n, gradient in enumerate(randoms(3, SIZE)):
+    merged(merger, n, [gradient])
+    before, value = value, outer.update(value, momentum, gradient, config.outer)
+    momentum = outer.followed(momentum, before, value, config.outer)
+    now = merger.committed[0]
+    np.testing.assert_array_equal(now.value, value)
+    np.testing.assert_array_equal(now.momentum, momentum)
+    assert now.momentum_round == n
+
+
+def test_a_push_is_compared_with_those_of_its_own_round(merger):
+  pushes = randoms(2, SIZE)
+  for m, (round, compared) in enumerate([(0, {0}), (1, {1})]):
+    done = merger.take_in(push_of(m, round, pushes[m]), 0.0)
+    assert done.products.keys() == compared and merger.arrivals[0][0] == round
+
+
 def test_what_is_committed_next_is_written_first():
   """Until it is written a commit needs new vectors beside the old ones, of all at worst."""
   store = {}
