@@ -64,8 +64,9 @@ def refused(path) -> str:
   return text
 
 
-def test_what_is_saved_comes_back_bitwise(path):
+def test_what_is_saved_comes_back_bitwise(path, capsys):
   assert str(weights.save(path, params())) == str(path)
+  assert "another save" not in capsys.readouterr().err, "there is none"
   assert_same(weights.load(path), params())
   assert_same(start(path), params())
   assert list(start(path)) == list(SHAPES)
