@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -182,6 +183,21 @@ def test_an_object_store_that_is_not_known_is_refused_in_words(tmp_path):
   config = from_dict({"checkpoint": {"path": "memory://x"}, "sync": {"snapshot_steps": 9}})
   with pytest.raises(ConfigError, match=r"'memory://x': there is no object store"):
     open_storage(config, None, tmp_path, "run")
+
+
+def test_in_a_bucket_weights_are_written_where_they_stay(monkeypatch):
+  """It renames by copying, and what looks like a link or a remainder is none."""
+  there, written = weights.absolute("gs://b/it"), []
+  orbax = types.SimpleNamespace(save=lambda path, **how: written.append((path, how)))
+  monkeypatch.setattr(weights, "checkpointer", lambda: contextlib.nullcontext(orbax))
+  monkeypatch.setattr(type(there), "mkdir", lambda self, **how: None)
+  monkeypatch.setattr(type(there), "iterdir", lambda self: pytest.fail("it is listed"))
+  weights.clear("gs://b/it")
+  assert weights.save("gs://b/it", params(), {"said": "so"}) == there
+  assert weights.followed("gs://b/it") == weights.standing(there) == there
+  [(path, how)] = written
+  assert (path, how["custom_metadata"], how["force"]) == (there, {"said": "so"}, True)
+  assert how["args"].item.keys() == SHAPES.keys()
 
 
 def test_a_file_may_have_any_name(tmp_path):
