@@ -69,6 +69,7 @@ def test_what_is_saved_comes_back_bitwise(path, capsys):
   assert str(weights.save(path, params())) == str(path)
   assert "another save" not in capsys.readouterr().err, "there is none"
   assert_same(weights.load(path), params())
+  assert weights.load(path, only=["embedding"]).keys() == {"embedding"}
   assert_same(start(path), params())
   assert list(start(path)) == list(SHAPES)
   assert weights.leaves(path) == {n: weights.Leaf(s, "float32") for n, s in SHAPES.items()}
@@ -349,6 +350,16 @@ def test_a_remainder_of_which_something_stays_is_taken_for_no_checkpoint(tmp_pat
   weights.clear(result)
   shutil.rmtree(result)
   assert denied.called and left.exists() and weights.standing(result) == result
+
+
+def test_the_newest_whole_remainder_stands_for_what_is_gone(tmp_path):
+  """None that Orbax was still writing, though it looks whole."""
+  path, first, second = "result", *(f".result.{each * weights.TAG_DIGITS}" for each in "01")
+  torn, old = f"{first}.orbax-checkpoint-tmp-7", f"{second}{weights.OLD}"
+  for name, standing in ((torn, path), (old, old), (second, second)):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / weights.MARK).touch()
+    assert weights.standing(weights.absolute(tmp_path / path)).name == standing
 
 
 def test_what_a_kill_left_under_another_name_is_read(tmp_path):
