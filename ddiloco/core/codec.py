@@ -84,9 +84,9 @@ def _part(encoded: Encoded, size: int, start: int) -> tuple[np.ndarray, np.ndarr
   Codes are f32, bf16 or int8 values, or bytes of two int4 codes.
   """
   scales, codes = parts(encoded, size)
-  stop, per_byte = min(start + CHUNK, size), 2 if encoded.codec == "int4" else 1
-  codes = codes.view(_TYPES[encoded.codec])[start // per_byte : -(-stop // per_byte)]
-  return scales[start // BLOCK : -(-stop // BLOCK)], codes
+  stop, per_byte = start + CHUNK, 2 if encoded.codec == "int4" else 1
+  codes = codes.view(_TYPES[encoded.codec])[start // per_byte : stop // per_byte]
+  return scales[start // BLOCK : stop // BLOCK], codes
 
 
 def empty(size: int, codec: str) -> Encoded:
@@ -105,7 +105,7 @@ def encode(x: np.ndarray, codec: str) -> np.ndarray:
   if codec == "f32":
     return np.ascontiguousarray(x).view(np.uint8)
   encoded = empty(x.size, codec)
-  scratch = np.empty(min(CHUNK, x.size), np.float32)
+  scratch = np.empty(CHUNK, np.float32)
   for start in range(0, x.size, CHUNK):
     values = x[start : start + CHUNK]
     encode_chunk(values, encoded, x.size, start, scratch[: values.size])

@@ -49,7 +49,7 @@ class Deltas:
     self.residual: dict[int, np.ndarray] = {}  # lost to rounding; only with error_feedback
     self.rounding: dict[int, np.ndarray] = {}  # the residual if the outstanding push is merged
 
-  def push(self, fragment: int, local: np.ndarray, factor: float = 1.0) -> np.ndarray:
+  def push(self, fragment: int, local: np.ndarray, factor: float) -> np.ndarray:
     """The payload of a push: base - local in the wire codec; keeps it until a version answers.
 
     `factor` other than 1: the fault plan poisons the push.
@@ -161,7 +161,7 @@ class Deltas:
   def arrays(self) -> dict[str, np.ndarray]:
     """All vectors, by name: "base/3"."""
     groups = {name: getattr(self, name) for name in _GROUPS}
-    return {f"{name}/{p}": v for name, each in groups.items() for p, v in sorted(each.items())}
+    return {f"{name}/{p}": v for name, each in groups.items() for p, v in each.items()}
 
   def restore(self, arrays: dict[str, np.ndarray]) -> None:
     """Takes back the vectors that `arrays` gave; ignores other names."""

@@ -55,8 +55,7 @@ class Exchange(WorkingRole):
 
   def __init__(self, state: LearnerState, store, runtime: Runtime):
     # At most half of the cores: this process also dispatches the inner steps.
-    size = max(runtime.plan.sizes, default=0)
-    super().__init__(runtime, f"exchange-{state.learner}", size, share=0.5)
+    super().__init__(runtime, f"exchange-{state.learner}", max(runtime.plan.sizes), share=0.5)
     self.state = state
     self._sync, self._plan = self.config.sync, runtime.plan
     self._store = store

@@ -121,7 +121,7 @@ class SizedDeltas(Deltas):
     super().__init__(world.sync)
     self._world = world
 
-  def push(self, fragment: int, local: Any, factor: float = 1.0) -> Any:
+  def push(self, fragment: int, local: Any, factor: float) -> Any:
     world = self._world
     world.touch(fragment, bandwidth.PUSH_VECTORS, world.pace.host_gbytes)
     size = world.plan.fragments[fragment].size

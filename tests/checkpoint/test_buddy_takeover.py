@@ -11,11 +11,9 @@ import pytest
 
 from ddiloco.core import fragments
 from ddiloco.network.transport import Hub, QueueEndpoint, learner_address, syncer_address
-from ddiloco.protocol.events import Lost
 from ddiloco.protocol.messages import Publish, Replica, Replicated
 from tests.roles import toy
 from tests.roles.fleet import Fleet, bits
-from tests.roles.test_syncer import Shard
 
 SYNC = {"num_shards": 2, "num_fragments": 4, "sync_period": 6, "overlap_steps": 2}
 # In lock-step without overlap the run is the same bits whenever what happens: a round that died
@@ -237,13 +235,3 @@ def test_a_run_goes_on_without_a_buddy_and_says_so():
     fleet.until(lambda: fleet.of("syncer-0", "replicated"))
     fleet.finish()
   assert not fleet.of("syncer-0", "lost")
-
-
-def test_a_shard_keeps_in_mind_the_newest_version_that_is_lost():
-  shard = Shard(2)
-  assert shard.syncer.lost == {}
-  for learner, versions in ((0, {0: 3}), (1, {0: 2}), (1, {1: 5})):
-    shard.syncer._perform(Lost(learner=learner, versions=versions, reason=""))
-  assert shard.syncer.lost == {0: 3, 1: 5}
-  lost = [(e.learner, e.versions) for e in shard.events if e.kind == "lost"]
-  assert lost == [(0, {0: 3}), (1, {0: 2}), (1, {1: 5})]

@@ -1,6 +1,7 @@
 """What a role begins with: states as JSON and back, shards' fragments, a learner's own part."""
 
 import dataclasses
+import itertools
 import os
 import random
 import shutil
@@ -54,6 +55,15 @@ def test_a_learner_asks_peers_for_moments_unless_they_may_have_caused_its_quaran
   assert new_learner(peer, PLAN, 0, 1).donor_seconds == 7.0
   assert new_learner(peer, PLAN, 0, 1, afresh=True).donor_seconds == 0.0
   assert new_learner(CONFIG, PLAN, 0, 1).donor_seconds == 0.0
+
+
+def test_an_island_that_trains_alone_makes_its_share_of_the_steps():
+  islands = {"num_learners": 2, "batch_size": 3, "overrides": {"1": {"batch_size": 1}}}
+  sections = {"sync": {"num_shards": 0}, "data": {"sequence_length": 5}, "islands": islands}
+  config = from_dict({**sections, "run": {"total_tokens": 200}})
+  state = new_learner(config, PLAN, 1, 7)
+  assert (state.target_tokens, state.fragments, state.shards) == (10 * 5, (), ())
+  assert new_learner(CONFIG, PLAN, 1, 7).target_tokens == CONFIG.run.total_tokens
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -180,6 +190,18 @@ def test_a_shard_goes_on_where_the_run_was(storage):
   )
 
 
+@pytest.mark.parametrize("rejoin", ["own", "peer"])
+def test_a_shard_is_told_of_its_run(rejoin):
+  sync = {"num_shards": 1, "num_fragments": 4}
+  sections = {"sync": sync, "islands": {"num_learners": 3}, "run": {"total_tokens": 900}}
+  config = from_dict({**sections, "checkpoint": {"rejoin": rejoin}})
+  store = {p: new_fragment(PLAN.fragments[p], np.zeros(1, np.float32)) for p in range(4)}
+  state = new_syncer(config, 0, 7, store, recovery_deadline=4.0, first_round=2)
+  told = state.planned_learners, state.target_tokens, state.recovery_deadline, state.first_round
+  assert told == (3, 900, 4.0, 2) and state.passes_moments == (rejoin == "peer")
+  assert new_syncer(config, 0, 7, store).first_round == 0
+
+
 def test_a_shard_knows_the_steps_of_all_islands_also_of_one_that_may_join():
   islands = {"num_learners": 1, "batch_size": 4, "overrides": {n: {"batch_size": 8} for n in "012"}}
   store = {p: new_fragment(PLAN.fragments[p], np.zeros(1, np.float32)) for p in range(4)}
@@ -194,7 +216,10 @@ def test_a_shard_knows_the_steps_of_all_islands_also_of_one_that_may_join():
 def test_a_run_that_goes_on_with_smaller_batches_merges_the_work_of_the_larger_ones(storage):
   """Its learners were quarantined for claims of more tokens than a step has now."""
   save_shards(storage, 3, 2)
-  restored = restore_fragments(storage, owned_by(0, 2, 4))
+  last = storage.load(3, "syncer-1")  # a shard that knew of smaller ones
+  storage.save(3, "syncer-1", 3, {**last.state, "step_tokens": 0}, last.arrays)
+  storage.commit(3, ["syncer-0", "syncer-1"])
+  restored = restore_fragments(storage, ALL)
   new = new_syncer(CONFIG, 0, 777, restored.fragments)
   smaller = replace(new, step_tokens=new.step_tokens - 1)
   assert restored.resume(smaller).step_tokens == new.step_tokens
@@ -361,7 +386,8 @@ def begin(storage, incarnation=9, number=1, rejoin="own"):
   config = dataclasses.replace(CONFIG, checkpoint=settings)
   events, island = [], Island(number, PLAN)
   new = new_learner(config, PLAN, number, incarnation)
-  began = begin_learner(new, config, island, storage, toy.ListRecorder(events))
+  clock = itertools.count().__next__
+  began = begin_learner(new, config, island, storage, toy.ListRecorder(events), clock)
   return began, island, events
 
 
@@ -394,7 +420,7 @@ def test_a_learner_comes_back_with_its_own_newest_part(storage, said):
   assert not state.joined, "shards say first what is newer"
   (restored,) = events
   assert restored.kind == "restored"
-  assert (restored.snapshot, restored.of_incarnation) == (3, 2) and restored.seconds >= 0
+  assert (restored.snapshot, restored.of_incarnation, restored.seconds) == (3, 2, 1)
 
 
 def assert_afresh(began, island, events):
@@ -480,12 +506,14 @@ def test_a_bucket_whose_package_is_not_installed_is_refused_at_once(tmp_path, mo
     open_storage(config, initial.make_plan(config), tmp_path, "run")
 
 
-def test_a_place_that_may_not_be_looked_into_is_no_traceback():
+def test_a_place_that_may_not_be_looked_into_is_no_traceback(monkeypatch):
+  monkeypatch.setattr("ddiloco.checkpoint.signed_json.PAUSES_SECONDS", ())
   with tempfile.TemporaryDirectory() as folder:  # its parents are everybody's to read
     os.chmod(folder, 0o755)
     config = from_dict({"checkpoint": {"path": f"{folder}/mine"}})
+    plan = initial.make_plan(config)  # here, since another user may not import what it needs
     with denied(Path(folder), 0):
-      storage = open_storage(config, initial.make_plan(config), Path(folder), "run")
+      storage = open_storage(config, plan, Path(folder), "run")
       with pytest.raises(OSError, match="Permission denied"):
         storage.committed()
 

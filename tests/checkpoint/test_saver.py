@@ -1,9 +1,11 @@
 """Parts are written in the background, beside the work of their role."""
 
+import itertools
 import os
 import sys
 import threading
 import time
+import types
 import weakref
 import zlib
 from unittest import mock
@@ -18,9 +20,11 @@ from tests.checkpoint.saving import FULL, Gated, commit, state
 from tests.waits import PATIENCE_SECONDS, wait_for
 
 
-def test_a_part_is_saved_in_the_background_with_its_checksums(storage, savers):
+def test_a_part_is_saved_in_the_background_with_its_checksums(storage, savers, monkeypatch):
   saver, events = savers("learner-3")
+  monkeypatch.setattr(Gated, "prune", deletes := mock.Mock())
   values, then = np.arange(5, dtype=np.float32), threading.Event()
+  saver._time = types.SimpleNamespace(now=itertools.count().__next__)
 
   def written():
     then.set()
@@ -31,8 +35,10 @@ def test_a_part_is_saved_in_the_background_with_its_checksums(storage, savers):
   (saved,) = events.of("saved")
   crc = zlib.crc32(values.tobytes())
   assert (saved.snapshot, saved.bytes, saved.arrays) == (7, 20, {"params/a": crc})
-  assert saved.seconds > 0
+  assert saved.seconds == 1, "the clock goes on by one whenever it is asked"
   part = storage.load(7, "learner-3")
+  wait_for(lambda: not saver.busy)
+  assert not deletes.called, "that is shard 0's"
   assert part.state == {"x": 1} and part.incarnation == 0
   np.testing.assert_array_equal(part.arrays["params/a"], values)
 
@@ -228,6 +234,22 @@ def test_who_was_killed_waits_for_no_part(storage, savers, monkeypatch):
     patch.setattr(runtime, "ended", lambda *_: pytest.fail("it waits, and warns"))
     saver.close()
   assert storage.metas(1) == {}
+
+
+def test_to_close_waits_little_for_who_does_not_end(saver):
+  """A save that hangs in its disk ends with the process."""
+  waits, worker = [], saver._worker
+  saver._worker = types.SimpleNamespace(close=lambda *seconds: waits.append(seconds))
+  for patience in (0.5, 60.0):
+    saver.close(patience)
+  saver._worker = worker
+  assert waits == [(0.5, 0.5), (60.0, saver_lib.LOOK_SECONDS_MOST)]
+
+
+def test_a_worker_that_fails_is_said(saver, capsys):
+  saver._worker.put(1 / 0 for _ in [0])
+  saver._worker._thread.join(PATIENCE_SECONDS)
+  assert "syncer-0: saves no more: ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_to_close_lets_a_part_be_finished_in_time(storage, saver, events):

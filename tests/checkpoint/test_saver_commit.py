@@ -221,11 +221,15 @@ def test_a_part_whose_files_cannot_be_counted_has_been_begun(storage, monkeypatc
 def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers, saver, events):
   learner, said = savers("learner-0")
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
-  commit(saver, 1, ["learner-0"])
+  commit(saver, 1, ["learner-0", "learner-1"])
   storage.looked()
   learner.decline(1, "it waits for fragments [1]")
+  said.of("unsaved")
+  storage.looked()
+  assert events.none("snapshot", "uncommitted"), "others are"
+  storage.save(1, "learner-1", 0, state("learner-1"), {})
   (snapshot,) = events.of("snapshot")
-  assert (snapshot.roles, snapshot.lacks) == (SHARDS, ("learner-0",))
+  assert (snapshot.roles, snapshot.lacks) == (("learner-1", *SHARDS), ("learner-0",))
   assert said.of("unsaved")[0].reason == "it waits for fragments [1]"
   learner.decline(1, "it is new")
   learner.save(2, state("learner-0"), {})
@@ -233,11 +237,12 @@ def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers,
   assert len(said.of("unsaved")) == 1, "of a snapshot that is committed nothing is to be said"
   saver.close(PATIENCE_SECONDS)  # it looks for old ones after its commit, and would beside us
   storage.commit(2, ["learner-0"])
-  storage.prune(1)
+  storage.prune(1, since=2)
   assert not storage.is_committed(1)
-  learner.decline(1, "it is late")
   learner.save(3, state("learner-0"), {})
   said.of("saved", 2)
+  learner.decline(1, "it is late")
+  learner.close(PATIENCE_SECONDS)
   assert len(said.of("unsaved")) == 1, "nor of one that is deleted, since a newer one is there"
 
 
@@ -252,11 +257,13 @@ def test_a_part_that_its_role_had_begun_to_delete_is_no_part_of_it(storage, save
 
 
 def test_a_shard_that_has_no_part_ends_the_wait_and_word_of_a_former_life_does_not(
-  storage, saver, events
+  storage, saver, events, capsys
 ):
   storage.decline(1, "syncer-1", "full")
   commit(saver, 1, ["learner-0"])
   assert events.of("uncommitted")[0].missing == ("syncer-1",)
+  wait_for(lambda: not saver.busy)
+  assert not capsys.readouterr().err, "nobody was waited for in vain"
   storage.decline(2, "learner-0", "busy")
   storage.decline(2, "syncer-1", "busy")
   storage.forget("learner-0")

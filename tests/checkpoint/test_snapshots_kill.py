@@ -257,7 +257,8 @@ def test_a_full_disk_is_said_and_leaves_what_was_committed(committed, tmp_path, 
   assert storage.find("learner-0").incarnation == 3
 
 
-def test_a_denied_folder_is_said_and_leaves_what_was_committed(committed, tmp_path):
+def test_a_denied_folder_is_said_and_leaves_what_was_committed(committed, tmp_path, monkeypatch):
+  monkeypatch.setattr("ddiloco.checkpoint.signed_json.PAUSES_SECONDS", ())
   path, told = tmp_path / "checkpoints", []
   shutil.copytree(committed, path)
   storage = Storage(path, "plan", told.append)
@@ -270,7 +271,8 @@ def test_a_denied_folder_is_said_and_leaves_what_was_committed(committed, tmp_pa
   check(storage.find("learner-0"))
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+def test_a_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch):
+  monkeypatch.setattr("ddiloco.checkpoint.signed_json.PAUSES_SECONDS", ())
   (tmp_path / "file").write_text("no folder")
   storage = Storage(tmp_path / "file", "plan", pytest.fail)
   with pytest.raises(OSError):

@@ -252,6 +252,15 @@ def test_an_error_without_a_text_is_named(path):
     signed_json.patiently(epath.Path(path), mock.Mock(side_effect=TimeoutError))
   assert signed_json.brief(FileNotFoundError("bucket/it")) == "FileNotFoundError: bucket/it"
   assert signed_json.brief(Damaged(epath.Path("it"), "is missing")) == "it: is missing"
+  assert signed_json.brief(PermissionError(13, "denied", "it")) == "[Errno 13] denied: 'it'"
+  with pytest.raises(OSError, match=r"^it: RuntimeError: hung up$"), signed_json.one_error("it"):
+    raise RuntimeError("hung up")
+
+
+def test_of_a_long_error_both_ends_are_told():
+  first, last = "a" * 200, "b" * 200
+  assert signed_json.brief(OSError(first + last)) == first + last
+  assert signed_json.brief(OSError(f"{first} and so on {last}")) == f"{first} ... {last}"
 
 
 @pytest.mark.parametrize("file", ["learner-0/meta.json", "manifest.json"])
@@ -260,7 +269,8 @@ def test_a_signed_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch, 
   done, fsync, replace = [], os.fsync, os.replace
 
   def synced(descriptor):
-    done.append(("on the disk", os.readlink(f"/proc/self/fd/{descriptor}")))
+    what = "on the disk" if os.fstat(descriptor).st_size else "still in memory"
+    done.append((what, os.readlink(f"/proc/self/fd/{descriptor}")))
     fsync(descriptor)
 
   def named(source, target):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -64,9 +65,11 @@ def refused(path) -> str:
   return text
 
 
-def test_what_is_saved_comes_back_bitwise(path):
+def test_what_is_saved_comes_back_bitwise(path, capsys):
   assert str(weights.save(path, params())) == str(path)
+  assert "another save" not in capsys.readouterr().err, "there is none"
   assert_same(weights.load(path), params())
+  assert weights.load(path, only=["embedding"]).keys() == {"embedding"}
   assert_same(start(path), params())
   assert list(start(path)) == list(SHAPES)
   assert weights.leaves(path) == {n: weights.Leaf(s, "float32") for n, s in SHAPES.items()}
@@ -83,6 +86,13 @@ def test_small_tensors_of_a_start_are_read_together(tmp_path, monkeypatch, most_
   assert read.call_count == reads
   assert not [*weights.start(str(path), SHAPES, "run.init_from", ())]
   assert read.call_count == reads, "of a role that needs none"
+
+
+def test_a_group_has_as_many_tensors_as_fit_or_one_that_is_larger():
+  shapes = {"a": (2, 3), "b": (1,), "c": (10,), "d": (3,), "e": (2,)}
+  for most_bytes, expected in ((27, "a b c de"), (28, "ab c de"), (60, "ab cde"), (88, "abcde")):
+    assert ["".join(group) for group in weights.groups(shapes, most_bytes)] == expected.split()
+  assert not [*weights.groups({}, 28)]
 
 
 def test_plain_libraries_read_it(tmp_path):
@@ -174,6 +184,21 @@ def test_an_object_store_that_is_not_known_is_refused_in_words(tmp_path):
   config = from_dict({"checkpoint": {"path": "memory://x"}, "sync": {"snapshot_steps": 9}})
   with pytest.raises(ConfigError, match=r"'memory://x': there is no object store"):
     open_storage(config, None, tmp_path, "run")
+
+
+def test_in_a_bucket_weights_are_written_where_they_stay(monkeypatch):
+  """It renames by copying, and what looks like a link or a remainder is none."""
+  there, written = weights.absolute("gs://b/it"), []
+  orbax = types.SimpleNamespace(save=lambda path, **how: written.append((path, how)))
+  monkeypatch.setattr(weights, "checkpointer", lambda: contextlib.nullcontext(orbax))
+  monkeypatch.setattr(type(there), "mkdir", lambda self, **how: None)
+  monkeypatch.setattr(type(there), "iterdir", lambda self: pytest.fail("it is listed"))
+  weights.clear("gs://b/it")
+  assert weights.save("gs://b/it", params(), {"said": "so"}) == there
+  assert weights.followed("gs://b/it") == weights.standing(there) == there
+  [(path, how)] = written
+  assert (path, how["custom_metadata"], how["force"]) == (there, {"said": "so"}, True)
+  assert how["args"].item.keys() == SHAPES.keys()
 
 
 def test_a_file_may_have_any_name(tmp_path):
@@ -325,6 +350,16 @@ def test_a_remainder_of_which_something_stays_is_taken_for_no_checkpoint(tmp_pat
   weights.clear(result)
   shutil.rmtree(result)
   assert denied.called and left.exists() and weights.standing(result) == result
+
+
+def test_the_newest_whole_remainder_stands_for_what_is_gone(tmp_path):
+  """None that Orbax was still writing, though it looks whole."""
+  path, first, second = "result", *(f".result.{each * weights.TAG_DIGITS}" for each in "01")
+  torn, old = f"{first}.orbax-checkpoint-tmp-7", f"{second}{weights.OLD}"
+  for name, standing in ((torn, path), (old, old), (second, second)):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / weights.MARK).touch()
+    assert weights.standing(weights.absolute(tmp_path / path)).name == standing
 
 
 def test_what_a_kill_left_under_another_name_is_read(tmp_path):

@@ -7,9 +7,9 @@ import pytest
 
 from ddiloco.config import from_dict
 from ddiloco.core import codec, delta, outer, passes
-from ddiloco.core.delta import Committed, Merger
+from ddiloco.core.delta import Committed, Deltas, Merger
 from ddiloco.protocol import rules
-from ddiloco.protocol.messages import NOTHING, FragmentState, Push
+from ddiloco.protocol.messages import MADE, NOTHING, FragmentState, Push
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.core.test_outer_merge import exact, fragment_of, randoms
@@ -103,6 +103,8 @@ def test_a_commit_of_zeros_has_no_direction(merger):
   assert merged(merger, 0, zeros).length is None
   assert merged(merger, 1, some).rho is None
   assert merged(merger, 2, zeros).rho is None
+  half = merged(merger, 3, [zeros[0], some[0]])
+  assert half.length == pytest.approx(1), "as long as the mean of the two"
 
 
 class Median(passes.Sum):
@@ -146,6 +148,29 @@ def test_directions_of_few_values_are_compared_with_none(size, compared):
   assert (merged(merger, 1, pushes).rho is None) == (not compared)
 
 
+def test_a_commit_goes_on_from_the_momentum_of_the_one_before():
+  fragment, outside = fragment_of(SIZE), {"learning_rate": 0.5, "momentum": 0.9}
+  sync = {"num_fragments": 1, "num_shards": 1, "publish_codec": "f32"}
+  config = from_dict({"sync": sync, "outer": outside})
+  value = momentum = np.zeros(SIZE, np.float32)
+  merger = Merger({0: fragment}, {0: delta.new_fragment(fragment, value)}, config)
+  for n, gradient in enumerate(randoms(3, SIZE)):
+    merged(merger, n, [gradient])
+    before, value = value, outer.update(value, momentum, gradient, config.outer)
+    momentum = outer.followed(momentum, before, value, config.outer)
+    now = merger.committed[0]
+    np.testing.assert_array_equal(now.value, value)
+    np.testing.assert_array_equal(now.momentum, momentum)
+    assert now.momentum_round == n
+
+
+def test_a_push_is_compared_with_those_of_its_own_round(merger):
+  pushes = randoms(2, SIZE)
+  for m, (round, compared) in enumerate([(0, {0}), (1, {1})]):
+    done = merger.take_in(push_of(m, round, pushes[m]), 0.0)
+    assert done.products.keys() == compared and merger.arrivals[0][0] == round
+
+
 def test_what_is_committed_next_is_written_first():
   """Until it is written a commit needs new vectors beside the old ones, of all at worst."""
   store = {}
@@ -165,9 +190,10 @@ def test_a_commit_in_place_changes_no_bit(name):
     store = {0: delta.new_fragment(fragment, np.ones(SIZE, np.float32))}
     merger = Merger({0: fragment}, store, config, in_place)
     for n in range(2):
-      before = merger.committed[0].published_value
+      before = merger.committed[0]
       merged(merger, n, list(randoms(2, SIZE, seed=n)))
-      assert (merger.committed[0].published_value is before) == in_place
+      assert (merger.committed[0].published_value is before.published_value) == in_place
+      assert (merger.committed[0].value is before.value) == in_place or not n
     found.append(merger.arrays())
     assert found[-1].keys() == vectors | (set() if name == "f32" else {"0/published_value"})
     np.testing.assert_array_equal(found[-1]["0/momentum"], merger.committed[0].momentum)
@@ -179,9 +205,9 @@ def test_a_commit_in_place_changes_no_bit(name):
 def test_a_push_of_stale_work_weighs_what_its_counted_steps_and_tokens_weigh():
   config = from_dict({"sync": {"sync_period": 10}})
   what = made(0.0, "syncer-0", "commit", learners=(0, 1, 2), step_tokens=(10, 10, 10))
-  what = replace(what, steps=(60, 30, 30), tokens=(600, 300, 300))
-  # 60 steps count as 15, with 150 tokens: 150 * 10 against 300 * 10 and 300 * 10.
-  np.testing.assert_allclose(delta.learner_weights(what, config), [0.2, 0.4, 0.4], rtol=1e-15)
+  what = replace(what, steps=(60, 30, 30), tokens=(600, 300, 150))
+  # 60 steps count as 15, with 150 tokens: 150 * 10 against 300 * 10 and 150 * 5. Half is the most.
+  np.testing.assert_allclose(delta.learner_weights(what, config), [1 / 3, 1 / 2, 1 / 6], rtol=1e-15)
 
 
 @pytest.mark.parametrize("name", ["f32", "int8"])
@@ -199,6 +225,28 @@ def test_receivers_get_the_update_of_the_newest_commit_or_the_whole_value(name):
   update = says.publish(0, 0, 0, 0, 0, 1, 0, 1, 2, (0, 0, 1, 0), "")
   base_round = NOTHING if name == "f32" else update.base_round
   assert merger.with_payload(update).base_round == base_round, "f32 costs as much whole"
+  for_newcomers = merger.with_payload(replace(update, base_round=NOTHING))
+  np.testing.assert_array_equal(codec.finite(for_newcomers.payload, SIZE), value)
+  assert (for_newcomers.codec, for_newcomers.base_round) == ("f32", NOTHING)
+
+
+def test_a_value_that_is_given_back_goes_out_whole_and_the_round_under_way_is_forgotten():
+  """Receivers of the older update would have had another value than the shard."""
+  fragment, (value, gradient) = fragment_of(SIZE), randoms(2, SIZE)
+  store = {0: delta.new_fragment(fragment, np.ones(SIZE, np.float32))}
+  sync = {"num_fragments": 1, "num_shards": 1, "publish_codec": "int8"}
+  merger = Merger({0: fragment}, store, from_dict({"sync": sync}))
+  merged(merger, 0, [gradient])
+  merger.take_in(push_of(0, 1, gradient), 0.0)
+  before, state = merger.committed[0], FragmentState(0, 9, last_round=8)
+  merger.install(value, state)
+  now = merger.committed[0]
+  assert now.value is now.published_value is value and now.state is state
+  assert now.momentum is before.momentum and now.momentum_round == before.momentum_round == 0
+  assert not merger.arrivals and merger.change(0).codec == "f32"
+  sent = merger.with_payload(says.publish(0, 0, 0, 0, 8, 9, 1, 0, 0, (), ""))
+  assert sent.base_round == NOTHING
+  np.testing.assert_array_equal(codec.finite(sent.payload, SIZE), value)
 
 
 def test_a_value_is_inexact_only_if_it_was_given_back_with_a_codecs_rounding():
@@ -218,3 +266,51 @@ def test_a_push_that_is_not_finite_is_measured_in_silence(merger):
   bad.view(np.uint32)[:2] = 0x7F800001, 0x7F800000  # a signalling NaN, and infinity
   push = Push(0, 0, 0, 0, 0, 1, 1, 0, 0, "f32", exact(bad).payload)
   assert not np.isfinite(merger.take_in(push, 0.0).norm)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("factor", [1.0, 2.0, 0.5, -1.0, 1e30, math.nan])
+def test_a_planned_fault_poisons_a_push_and_nothing_else(factor):
+  deltas, (base, local) = Deltas(CONFIG.sync), randoms(2, SIZE)
+  base[0] = 1e30
+  deltas.base[0] = base
+  sent = codec.decode(deltas.push(0, local, factor), SIZE, CONFIG.sync.push_codec)
+  with np.errstate(over="ignore"):
+    np.testing.assert_array_equal(sent, (base - local) * np.float32(factor))
+  assert deltas.base[0] is base and np.isfinite(base).all()
+
+
+def test_a_learner_keeps_no_rounding_errors_unless_it_feeds_them_back():
+  base, local, new = randoms(3, SIZE)
+  for error_feedback, kept in ((False, {"base/0"}), (True, {"base/0", "residual/0"})):
+    sync = {"push_codec": "int8", "apply": "mix", "error_feedback": error_feedback}
+    deltas = Deltas(from_dict({"sync": sync}).sync)
+    deltas.base[0] = base
+    deltas.push(0, local, 1.0)
+    outstanding = {name.replace("residual", "rounding") for name in kept} | {"sent/0"}
+    assert deltas.arrays().keys() == outstanding
+    deltas.stage(0, new, "mix", included=True)
+    assert deltas.arrays().keys() == kept
+
+
+@pytest.mark.parametrize(
+  "size, rounds, is_made", [(SIZE, 0, True), (SIZE, 1, False), (9, 0, False)]
+)
+def test_a_large_initial_value_goes_out_as_its_digest(monkeypatch, size, rounds, is_made):
+  monkeypatch.setattr(delta, "MADE_FROM", SIZE)
+  fragment, (value, other) = fragment_of(size), randoms(2, size)
+  store = {0: delta.new_fragment(fragment, value)}
+  merger, deltas = Merger({0: fragment}, store, CONFIG), Deltas(CONFIG.sync)
+  for n in range(rounds):
+    merged(merger, n, [other])
+  assert merger.prepare(0) == ""
+  sent = merger.with_payload(says.publish(0, 0, 0, 0, -1, 0, NOTHING, 0, 0, (), MADE))
+  if not is_made:
+    assert sent.codec == "f32" and len(sent.payload) == 4 * size
+    return
+  assert (sent.codec, bytes(sent.payload)) == (MADE, codec.digest(value))
+  assert merger.with_payload(replace(sent, codec="")).codec == "f32", "who cannot make it asks"
+  assert deltas.made(sent, other) is None, "other bits were made"
+  made_here = deltas.made(sent, value)
+  np.testing.assert_array_equal(codec.finite(made_here.payload, size), value)
+  assert made_here.codec == "f32"

@@ -65,7 +65,7 @@ def test_every_element_in_exactly_one_fragment(specs, policy, num_fragments, max
     return
   owners = {s.name: np.zeros(s.shape, np.int64) for s in specs}
   for fragment in plan.fragments:
-    assert fragment.pieces and fragment.size > 0
+    assert fragment.pieces and all(piece.size > 0 for piece in fragment.pieces)
     assert [p.offset for p in fragment.pieces] == [
       sum(q.size for q in fragment.pieces[:i]) for i in range(len(fragment.pieces))
     ]
@@ -222,6 +222,21 @@ def test_split_flat_gives_views_and_refuses_other_sizes():
     fragments.split_flat(fragment, flat[1:])
   with pytest.raises(ValueError, match="fragment 0"):
     fragments.scatter(fragment, flat[1:], values(MODEL))
+
+
+@pytest.mark.parametrize("indices", [(0, 1), (1,), ()])
+def test_the_pieces_of_a_tensor_are_found_by_its_name(indices):
+  plan, params = fragments.make_plan(MODEL, sync(max_rows=2)), values(MODEL)
+  found = plan.parts_by_name(indices)
+  pieces = [(p, piece) for p in indices for piece in plan.fragments[p].pieces]
+  assert [(alone.index, piece) for name in found for alone, piece in found[name]] == sorted(
+    pieces, key=lambda each: [*found].index(each[1].name)
+  )
+  for name, parts in found.items():
+    for alone, piece in parts:
+      whole = fragments.gather(plan.fragments[alone.index], params)
+      mine = fragments.gather(alone, {name: params[name]})
+      np.testing.assert_array_equal(mine, whole[piece.offset : piece.offset + piece.size])
 
 
 @given(st.integers(1, 9), st.integers(1, 40))

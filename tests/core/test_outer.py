@@ -55,10 +55,13 @@ def test_parts_aliasing_and_given_buffers_change_no_bit(momentum, nesterov):
   for start in range(0, 100, 37):
     here = slice(start, min(start + 37, 100))
     mine = None if speed is None else speed[here]
-    out = parts[here]
-    result = outer.update(value[here], mine, out, config, out, scratch[: out.size])
-    assert result is out
-    outer.followed(mine, value[here], out, config, speeds[here], scratch[: out.size])
+    out, room = parts[here], scratch[: parts[here].size]
+    room[:] = np.nan
+    result = outer.update(value[here], mine, out, config, out, room)
+    assert result is out and np.isfinite(room).all(), "the step needs no memory of its own"
+    room[:] = np.nan
+    outer.followed(mine, value[here], out, config, speeds[here], room)
+    assert np.isfinite(room).all() == bool(momentum)
   np.testing.assert_array_equal(parts, whole)
   if momentum:
     np.testing.assert_array_equal(speeds, followed)

@@ -128,10 +128,10 @@ def test_one_learner_gets_its_own_delta_bitwise(seed, size):
 
 
 @settings(max_examples=50)
-@given(st.integers(0, 2**32 - 1))
-def test_what_one_of_several_learners_has_moved_keeps_its_direction_bitwise(seed):
+@given(st.integers(0, 2**32 - 1), st.floats(1e-6, 1e6))
+def test_what_one_of_several_learners_has_moved_keeps_its_direction_bitwise(seed, size):
   fragment = fragment_of(64, 700)
-  first, second = randoms(2, fragment.size, seed)
+  first, second = (np.float32(size) * delta for delta in randoms(2, fragment.size, seed))
   first[:64] = second[64:] = 0
   result = merged(fragment, [first, second], [0.3, 0.7])
   np.testing.assert_array_equal(result, np.float32(0.3) * first + np.float32(0.7) * second)
@@ -177,11 +177,12 @@ def test_zero_inputs():
 
 
 def test_a_push_that_is_too_short_for_a_direction_counts_as_zero():
-  """Its unit would not fit into f32 where another push is of the longest that are merged."""
+  """Its unit would not fit into f32 where another push is of the longest that are merged. Another
+  piece of it, of which all pushes are that short, has a direction."""
   for norm, unit in ((1e-17, 0.0), (1e-14, 0.5e29)):
-    squares = np.array([[1e30], [norm**2]])
-    units = outer.Coefficients(fragment_of(2), squares, np.array([0.5, 0.5])).units
-    assert units.ravel().tolist() == [0.5, pytest.approx(unit)]
+    squares = np.array([[1e30, 1e-36], [norm**2, 4e-36]])
+    units = outer.Coefficients(fragment_of(2, 3), squares, np.array([0.5, 0.5])).units
+    assert units.T.tolist() == [[0.5, pytest.approx(unit)], pytest.approx([1.0, 0.5])]
 
 
 def test_weight_zero_is_never_read():

@@ -233,8 +233,30 @@ def test_one_scale_that_makes_a_value_infinite_shows_in_the_squares(name, scale,
 
 
 def test_a_fragment_has_its_runs_once():
-  runs = {id(segment.runs) for segment in passes.segments(fragment_of(*LONG, 40 * CHUNK))}
-  assert len(runs) == 1
+  segments = passes.segments(fragment_of(*LONG, 40 * CHUNK))
+  assert len({id(segment.runs) for segment in segments}) == 1
+  assert [len(segment.spans) for segment in segments] == [16] * 3 + [12]
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK, CHUNK + 1, passes.SEGMENT, passes.SEGMENT + 70_000])
+def test_a_vector_is_cut_into_chunks_which_segments_share(size):
+  chunks, shared = [], []
+
+  def share(work, starts):
+    shared.extend(starts)
+    return map(work, shared)
+
+  passes.over_chunks(size, chunks.append, share)
+  assert chunks == [slice(at, min(at + CHUNK, size)) for at in range(0, size, CHUNK)]
+  assert shared == [*range(0, size, passes.SEGMENT)]
+
+
+def test_what_is_not_worth_it_is_not_compiled(monkeypatch):
+  monkeypatch.setattr(passes, "_kernels", lambda: pytest.fail("it compiles"))
+  monkeypatch.setattr(passes, "COMPILED_FROM", 100)
+  for size, name in ((99, "int4"), (100, "bf16")):
+    assert passes.compile_for(fragment_of(size), Config(sync=SyncConfig(push_codec=name))) == ""
+  assert passes._by_kernels(fragment_of(100), "int4")
 
 
 def test_a_payload_at_an_odd_address_is_read_alike(compiled):
@@ -312,6 +334,10 @@ def test_the_sample_is_of_the_same_places_and_not_long():
   pushes = encoded(randoms(2, large.size), "int4")
   samples = [sample_of(large, p) for p in pushes]
   assert samples[0].size == samples[1].size <= passes.SAMPLED
+  chunks = [chunk for chunk, _ in passes._sampled(large)]
+  assert len(chunks) == 16 and large.size - chunks[-1].stop < CHUNK, (
+    "so many are read, of all parts"
+  )
   assert samples[0].size > passes.SAMPLED // 2
   (places,) = encoded([np.arange(large.size, dtype=np.float32)], "f32")
   ours = sample_of(long_fragment(3), places)
@@ -366,6 +392,22 @@ def test_momentum_is_what_published_steps_say():
     np.testing.assert_array_equal(received, published)
     np.testing.assert_array_equal(theirs, momentum)
   assert np.abs(momentum - exact_momentum).max() < 0.02 * np.abs(exact_momentum).max()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", codec.CODECS)
+def test_a_copy_follows_a_step_bit_by_bit(name, config):
+  """Also over several chunks, the last of which is odd to every border."""
+  fragment = fragment_of(CHUNK + 300, CHUNK - 1)
+  value, published, speed, delta = randoms(4, fragment.size)
+  published = value if name == "f32" else published
+  old = Vectors(value, published, speed if config.momentum else None)
+  new, update = passes.step(one_push(fragment, delta), old, config, name)
+  change = update or Encoded("f32", codec.encode(new.published_value, "f32"))
+  copied, momentum = published.copy(), None if old.momentum is None else speed.copy()
+  passes.follow(copied, momentum, change, config)
+  np.testing.assert_array_equal(copied, new.published_value)
+  np.testing.assert_array_equal(momentum, new.momentum)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -216,12 +216,6 @@ def test_a_part_is_saved_only_when_the_warm_up_is_over(corpus, tmp_path, warmup_
   assert reasons or warm
 
 
-def test_no_warm_up_if_it_is_switched_off(corpus, tmp_path):
-  ran = Story(corpus, tmp_path, crash, rejoin="fresh", warmup_steps=0)
-  assert len(ran.lives("step")[1]) > 8
-  assert not [e for e in ran.of("step") if e.rate_scale != 1.0]
-
-
 def test_a_quarantined_learner_never_begins_with_its_own_part(corpus, tmp_path):
   """What it saved before it was found out is there, and would be found."""
   ran = Story(corpus, tmp_path, poison, learners=2, rejoin="own")

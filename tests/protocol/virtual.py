@@ -93,7 +93,7 @@ class GhostDeltas(SizedDeltas):
     super().__init__(ghosts)
     self._ledger = ghosts.ledger
 
-  def push(self, fragment: int, local: Any, factor: float = 1.0) -> Any:
+  def push(self, fragment: int, local: Any, factor: float) -> Any:
     poisoned = replace(local, factor=factor)
     self.sent[fragment] = replace(super().push(fragment, local, factor), content=poisoned)
     return self.sent[fragment]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 
@@ -102,15 +101,6 @@ def test_a_stopped_learner_gets_everything_merged_and_ends(learners, steps):
       count, step = len(run.of("syncer-0", "commit")), roles[1].exchange.state.step
       run.until(lambda: len(run.of("syncer-0", "commit")) >= count + 4)
       assert roles[1].exchange.state.step > step and not roles[1].exchange.state.leaving
-
-
-def test_a_step_takes_its_least_time_and_traffic_is_told_on_the_way():
-  with Run(1) as run:
-    islands = dataclasses.replace(run.config.islands, min_step_seconds=0.05)
-    run.config = dataclasses.replace(run.config, islands=islands)
-    run.learner(0, drain_seconds=0)
-    run.until(lambda: len(run.of("learner-0", "step")) >= 3 and run.of("learner-0", "traffic"))
-    assert min(e.seconds for e in run.of("learner-0", "step")) >= 0.05
 
 
 def test_the_usual_time_of_a_step_is_that_of_one_that_was_waited_for():

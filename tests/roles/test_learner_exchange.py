@@ -1,6 +1,8 @@
 """What a learner's side of the exchange does to bits, with its shard played by hand."""
 
 import collections
+import math
+import os
 import threading
 import time
 import weakref
@@ -17,6 +19,7 @@ from ddiloco.protocol.messages import (
   EVALUATOR,
   MADE,
   ForwardMoments,
+  Goodbye,
   Moments,
   ProvideMoments,
   Push,
@@ -289,6 +292,23 @@ def test_a_learner_that_waits_says_twice_a_second_that_it_lives():
     drive(b.exchange.wait(at), b.wire, 0.0)
     said.append(sum(isinstance(m, Report) for m in b.wire.sent))
   assert said == [1, 0, 1, 0, 1]
+  b.publish(0, 1, vector(b.plan.sizes[0]))
+  b.wire.sent.clear()
+  drive(b.exchange.wait(at), b.wire, 0.0)
+  assert [m.versions for m in b.wire.sent] == [(1, 0)], "and at once what is new"
+  waits = [next(b.exchange.wait(at + seconds)) - at for seconds in (0.3, 0.7, math.inf)]
+  assert waits == pytest.approx([0.3, 0.5, 0.5]), (
+    "for what it is told to, or until it has to say so"
+  )
+
+
+def test_who_leaves_says_goodbye_once():
+  b = Bench(time=toy.AtOnce())
+  b.join()
+  for _ in range(2):
+    b.exchange.leave("it is over")
+  assert sum(isinstance(m, Goodbye) for m in b.wire.sent) == 1
+  assert [e.reason for e in b.events if e.kind == "stopped"] == ["it is over"]
 
 
 def test_the_log_says_how_long_it_took_to_join():
@@ -387,6 +407,33 @@ def test_an_update_is_taken_from_what_was_received_not_from_what_was_trained(ben
   assert bits(b.local(0)) == bits(base)
 
 
+def test_a_poisoned_push_is_logged_as_such(bench):
+  b = bench()
+  base = b.join()[1]
+  b.train()
+  b.exchange.poison = lambda: -3.0
+  push, local = b.push(1, round=3, version=0)
+  assert bits(push.payload) == bits(codec.encode(np.float32(-3) * (base - local), "f32"))
+  b.until(lambda: b.events[-1].kind == "push")
+  copied, pushed = (e for e in b.events if e.kind in ("copy_out", "push"))
+  assert (copied.factor, copied.base_round, copied.round) == (-3.0, -1, 3)
+  said = ("fragment", "round", "version", "steps", "tokens")
+  assert [getattr(copied, name) for name in said] == [getattr(pushed, name) for name in said]
+  assert (pushed.version, pushed.steps, pushed.tokens, pushed.bytes) == (0, 1, 5, 1)
+
+
+@pytest.mark.parametrize("value_threads, count", [(0, 4), (3, 3)])
+def test_work_on_large_fragments_leaves_half_of_the_cores_to_the_steps(
+  bench, monkeypatch, value_threads, count
+):
+  monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+  small = bench(value_threads=value_threads)
+  assert small.exchange._threads.count == 1, "a small one is done by then"
+  monkeypatch.setattr("ddiloco.runtime.COMPILED_FROM", max(small.plan.sizes))
+  exchange = bench(value_threads=value_threads).exchange
+  assert exchange._threads.count == count and exchange._deltas.share == exchange._threads.share
+
+
 class Broken(toy.ToyIsland):
   def stage(self, fragment, flat):
     if fragment == 1:
@@ -440,6 +487,8 @@ def test_a_snapshot_that_goes_without_a_learner_costs_it_no_copy(bench, monkeypa
     b.until(lambda heard=snapshot: len(saver.saved) + len(saver.declined) == heard)
   assert saver.saved == [1, 3] and len(captured) == 2
   assert saver.declined == [(2, "the one before is not done yet")]
+  took = [(e.snapshot, e.seconds < PATIENCE_SECONDS) for e in b.events if e.kind == "captured"]
+  assert took == [(1, True), (3, True)]
   for snapshot, wants in ((4, (0,)), (5, ())):
     b.exchange.warms_up = not wants
     b.exchange.state = replace(b.exchange.state, wants=wants, wants_until=1e12)
@@ -506,10 +555,19 @@ def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
 def test_a_copy_of_moments_is_freed_before_they_are_sent(bench, monkeypatch):
   b = bench()
   b.join()
+  b.island.updates = 9
+  for value in b.island.mean.values():
+    value[:] = RANDOM.standard_normal(value.shape)
   there = copies_there(b, monkeypatch, b.exchange.recorder, "flush")  # the last thing before
   b.give(ProvideMoments(0, 0, 0, 1))
-  b.until(lambda: there)
+  b.until(lambda: any(isinstance(m, Moments) for m in b.wire.sent))
   assert there == [False]
+  [moments] = (m for m in b.wire.sent if isinstance(m, Moments))
+  assert (moments.fragment, moments.donation, moments.count) == (1, 1, 9)
+  mean = fragments.gather(b.plan.fragments[1], b.island.mean)
+  assert bits(moments.payload) == bits(codec.encode(mean, "f32"))
+  [donated] = (e for e in b.events if e.kind == "donated")
+  assert (donated.fragment, donated.donation) == (1, 1)
 
 
 def test_a_version_on_its_way_to_the_devices_is_in_a_snapshot(bench):
@@ -560,7 +618,7 @@ def test_moments_of_a_peer_lie_in_the_island_as_they_came_and_damaged_ones_are_i
   one.join()
   one.until(lambda: any(isinstance(m, RequestMoments) for m in one.wire.sent))
   given = [vector(f.size) for f in one.plan.fragments]
-  ignored = lambda: [e.learner for e in one.events if e.kind == "ignored"]
+  ignored = lambda: [e.learner for e in one.events if getattr(e, "message", "") == "ForwardMoments"]
   for p, flat in enumerate(given):
     unfit = np.full(flat.size, np.nan, np.float32)
     for bad, sent in enumerate((flat[1:], unfit, flat), 1):
@@ -575,6 +633,19 @@ def test_moments_of_a_peer_lie_in_the_island_as_they_came_and_damaged_ones_are_i
   assert one.island.updates == 7
   took = [(e.fragment, e.learner, e.donation) for e in one.events if e.kind == "inherited"]
   assert took == [(0, 1, 0), (1, 1, 1)]
+
+
+def test_moments_are_as_many_vectors_as_the_optimizer_has(bench):
+  b, staged = bench(donor_seconds=PATIENCE_SECONDS), []
+  b.join()
+  b.until(lambda: any(isinstance(m, RequestMoments) for m in b.wire.sent))
+  size, b.island.num_moments = b.plan.sizes[0], 2
+  b.island.stage = lambda p, flat, moments=False: staged.append((p, flat.size, moments))
+  b.island.apply = lambda *arguments, **more: None
+  payload = codec.encode(vector(2 * size), "f32")
+  b.give(ForwardMoments(0, 0, 0, 0, 1, 0, 1, count=7, payload=payload))
+  b.until(lambda: b.exchange.state.wants == (1,))
+  assert staged == [(0, 2 * size, True)]
 
 
 def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
@@ -670,6 +741,9 @@ def test_an_initial_value_that_cannot_be_made_is_asked_for(bench, make):
   b.publish_digest(0, vector(b.plan.sizes[0]))
   b.until(lambda: any(isinstance(m, Report) and m.whole for m in b.wire.sent))
   assert not b.exchange.state.fragments[0].fresh
+  [ignored] = (e for e in b.events if e.kind == "ignored")
+  why = "is not on this machine" if make is unreadable else "it is another one here, or none"
+  assert ignored.message == "Publish" and ignored.reason.endswith(why)
   b.join()
 
 

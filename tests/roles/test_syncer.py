@@ -2,9 +2,11 @@
 
 import itertools
 import math
+import os
 import time
 import types
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +15,10 @@ from ddiloco.checkpoint.buddy import Sealer
 from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
-from ddiloco.core.delta import learner_weights, new_fragment
+from ddiloco.core.delta import Merger, learner_weights, new_fragment
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import InstallValue, Tick
+from ddiloco.protocol.actions import InstallValue, TakeSnapshot, Tick
 from ddiloco.protocol.messages import (
   NOTHING,
   Goodbye,
@@ -24,7 +26,7 @@ from ddiloco.protocol.messages import (
   Pull,
   Rejection,
 )
-from ddiloco.protocol.states import ValueRequest
+from ddiloco.protocol.states import ValueRequest, syncer_part
 from ddiloco.protocol.values import replace
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, drive
@@ -61,6 +63,7 @@ class Shard:
   """One shard over a store, with learners played by hand; they hold what they were published."""
 
   sealer: Sealer | None = None
+  replication: Any = None
 
   def __init__(self, learners: int, store=None, incarnation=0, in_place=False, **sections):
     sync = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, "overlap_steps": 2}
@@ -87,8 +90,8 @@ class Shard:
     recorder = toy.ListRecorder(self.events)
     state = new_syncer(self.config, 0, incarnation, self.store)
     runtime = Runtime(self.config, self.plan, self.outbox, recorder, time=toy.AtOnce())
-    how = {"sealer": self.sealer, "in_place": self.in_place}
-    self.syncer = Syncer(state, self.store, runtime, **how)
+    how = {"in_place": True} if self.in_place else {}
+    self.syncer = Syncer(state, self.store, runtime, self.replication, self.sealer, **how)
     self.settle()
 
   def hear(self, message) -> None:
@@ -417,8 +420,9 @@ def test_a_version_does_not_wait_for_a_commit_that_was_decided_with_its_own(monk
 
 
 def test_what_was_committed_is_never_written_again():
-  """Values travel by reference between threads."""
-  shard = Shard(2, sync={"min_quorum": 2}, outer={"momentum": 0.9})
+  """Values travel by reference between threads. Of a lossy codec nothing is lent meanwhile."""
+  sync = {"min_quorum": 2, "publish_codec": "int8"}
+  shard = Shard(2, sync=sync, outer={"momentum": 0.9})
   shard.round(deltas(shard.plan, shard.learners, seed=0))
   kept = [
     (c.value, c.value.copy(), c.published_value, c.published_value.copy())
@@ -461,15 +465,17 @@ def test_a_shard_that_alone_has_its_vectors_writes_over_them_and_over_nothing_le
 
 
 def test_the_commit_event_says_who_and_why(monkeypatch):
-  shard = Shard(2, sync={"min_quorum": 1})
+  shard, dragged = Shard(2, sync={"min_quorum": 1}), []
   commit, said = shard.syncer.merger.commit, {"length": 1.23456, "rho": -0.98765}
-  measured = lambda *given: replace(commit(*given), **said)
-  monkeypatch.setattr(shard.syncer.merger, "commit", measured)
+  thirds = lambda merged: replace(merged, weights=merged.weights / merged.weights / 3, **said)
+  monkeypatch.setattr(shard.syncer.merger, "commit", lambda *given: thirds(commit(*given)))
   shard.syncer.time = types.SimpleNamespace(now=itertools.count().__next__)
+  shard.syncer._drag = dragged.append
   (first, _) = shard.round(deltas(shard.plan, shard.learners, seed=0))[:2]
-  weights = first.weights
-  assert set(weights) <= {0, 1} and sum(weights.values()) == pytest.approx(1, abs=1e-5)
-  assert first.version == 1 and first.reason and first.merge_seconds > 0
+  assert first.weights == dict.fromkeys(first.learners, 0.333333) and {*first.learners} <= {0, 1}
+  assert first.version == 1 and first.reason
+  assert first.merge_seconds == 2, "the clock goes on by one whenever it is asked"
+  assert len(dragged) > 2 and {*dragged} == {1}, "a slow shard measures and merges longer"
   assert (first.length, first.rho) == (1.2346, -0.9877)
   assert first.step_tokens == (shard.config.tokens_per_step(0),) * len(first.learners)
 
@@ -478,7 +484,7 @@ def test_a_flood_of_ignored_messages_is_a_line_a_second_that_counts_them():
   shard, now = Shard(2), [1.0]
   shard.syncer.time = types.SimpleNamespace(now=lambda: now[0])
   for now[0], learner in ((1.0, 0), (1.1, 0), (1.2, 1), (1.9, 0), (2.1, 0), (2.2, 0), (3.5, 0)):
-    shard.syncer._note_ignored(events.Ignored(reason="odd", message="Push", learner=learner))
+    shard.syncer._perform(events.Ignored(reason="odd", message="Push", learner=learner))
   said = [(e.learner, e.times) for e in shard.events if e.kind == "ignored"]
   assert said == [(0, 1), (1, 1), (0, 3), (0, 2)]
 
@@ -499,7 +505,9 @@ def test_a_snapshot_awaits_no_learner_that_said_goodbye_and_does_not_miss_it():
   shard = Shard(3)
   shard.round(deltas(shard.plan, shard.learners, seed=0))
   shard.syncer._saver = types.SimpleNamespace(commit_when_complete=lambda *given: given)
-  *_, expected, _, _, has_left = shard.syncer._commit_snapshot(shard.syncer.state)
+  captured, settings = replace(shard.syncer.state, snapshot=20), shard.config.checkpoint
+  number, shards, expected, *how, has_left = shard.syncer._commit_snapshot(captured)
+  assert (number, shards, how) == (20, ["syncer-0"], [settings.patience_seconds, True])
   assert expected() == ["learner-0", "learner-1", "learner-2"] and not has_left("learner-0")
   shard.hear(Goodbye(0, 0))
   assert expected() == ["learner-1", "learner-2"]
@@ -532,7 +540,71 @@ def test_shard_0_alone_commits_snapshots_in_lock_step_those_that_have_a_quorum(b
 
 
 def test_of_what_is_lost_of_a_fragment_the_newest_version_counts():
-  shard = Shard(2)
-  for learner, versions in ((0, {0: 5}), (1, {0: 3, 1: 2})):
+  shard, lost = Shard(2), [(0, {0: 5}), (1, {0: 3, 1: 2})]
+  assert shard.syncer.lost == {}
+  for learner, versions in lost:
     shard.syncer._perform(events.Lost(learner=learner, versions=versions, reason="too late"))
   assert shard.syncer.lost == {0: 5, 1: 2}
+  assert [(e.learner, e.versions) for e in shard.events if e.kind == "lost"] == lost
+
+
+def test_a_shard_says_first_what_it_serves(monkeypatch, capsys):
+  """What replay builds a commit on, and that a disk without room for compiled code stops no run."""
+  shard = Shard(2, sync={"min_quorum": 2, "publish_codec": "int8"})
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
+  (commit,) = (e for e in shard.events if e.kind == "commit" and e.fragment == 1)
+  given_back = shard.store[1].published_value
+  shard.store[1] = replace(shard.store[1], value=given_back, momentum_round=-1)
+  prepared = []
+  monkeypatch.setattr(Merger, "prepare", lambda self, p: prepared.append(p) or "no room" * p)
+  shard.replication = types.SimpleNamespace()
+  shard.start(incarnation=1)
+  assert shard.replication.background == shard.syncer._worker.put, (
+    "copies are in order with commits"
+  )
+  started, first, second = shard.events
+  assert (started.kind, started.fragments, prepared) == ("started", (0, 1), [0, 1])
+  assert (first.fragment, first.version, first.exact) == (0, 1, True)
+  assert first.momentum_round == first.round == shard.store[0].state.last_round >= 0
+  said = second.version, second.round, second.momentum_round, second.exact, second.merged_tokens
+  assert said == (1, commit.round, -1, False, sum(commit.tokens))
+  assert capsys.readouterr().err.count("cannot be kept on disk: no room. The run goes on") == 1
+  assert shard.syncer.idle
+  shard.syncer._do(lambda: None)
+  assert not shard.syncer.idle, "what follows from the job is still to be done"
+
+
+def test_a_commit_of_pushes_that_change_nothing_has_no_length():
+  shard = Shard(2, sync={"min_quorum": 2})
+  zeros = {f.index: np.zeros(f.size, np.float32) for f in shard.plan.fragments}
+  commits = shard.round(dict.fromkeys(shard.learners, zeros))
+  assert [(e.kind, e.length, e.rho) for e in commits] == [("commit", None, None)] * 2
+
+
+def test_a_snapshot_has_the_commits_that_were_decided_before_it():
+  shard, jobs, saved = Shard(2), [], []
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
+  role, state = shard.syncer, replace(shard.syncer.state, shard=1, snapshot=20)
+  role._perform(TakeSnapshot(state))
+  assert not role._capturing, "a run may make none"
+  role._worker = types.SimpleNamespace(put=jobs.append, failure=None)
+  role._saver = types.SimpleNamespace(save=lambda *given: saved.append(given))
+  role._perform(TakeSnapshot(state))
+  assert role._capturing and not saved, "its turn comes after theirs"
+  for _ in jobs.pop():
+    pass
+  shard.settle()
+  ((snapshot, part, arrays),) = saved
+  assert (snapshot, role._capturing, shard.events[-1].snapshot) == (20, False, 20)
+  assert part == syncer_part(state, {p: c.momentum_round for p, c in role.committed.items()})
+  assert arrays == role.merger.arrays() and shard.events[-1].kind == "captured"
+
+
+@pytest.mark.parametrize("value_threads, count", [(0, 8), (3, 3)])
+def test_a_shards_work_on_large_fragments_may_use_all_cores(monkeypatch, value_threads, count):
+  monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+  sizes = Shard(1).plan.sizes
+  assert sizes[0] != sizes[1], "the largest fragment counts"
+  monkeypatch.setattr("ddiloco.runtime.COMPILED_FROM", max(sizes))
+  role = Shard(1, sync={"value_threads": value_threads}).syncer
+  assert role._threads.count == count and role.merger.share == role._threads.share

@@ -13,7 +13,7 @@ import pytest
 from ddiloco.chaos import Faults
 from ddiloco.network.transport import Counters, Delivery, Hub
 from ddiloco.protocol.actions import Received, Tick
-from ddiloco.protocol.messages import RequestMoments
+from ddiloco.protocol.messages import Recover, RequestMoments
 from ddiloco.protocol.values import replace
 from ddiloco.roles import syncer as module
 from ddiloco.runtime import Time
@@ -103,15 +103,17 @@ def test_a_tick_says_up_to_when_all_is_heard(monkeypatch):
 
 
 def test_a_flood_does_not_put_off_a_decision(monkeypatch):
-  numbers = itertools.count()
+  numbers, patience = itertools.count(), []
 
-  def receive(_seconds: float) -> Delivery:
+  def receive(seconds: float) -> Delivery:
+    patience.append(seconds)
     return Delivery("learner-0", RequestMoments(0, 0, (next(numbers),)), time.monotonic())
 
   turns = Turns(monkeypatch, Scripted(receive, waiting=10))
   events = turns.run(ticks=5)
   assert turns.kinds() == (["Received"] * 11 + ["Tick"]) * 5
   assert all(isinstance(e, Tick | Received) for e in events)
+  assert not any(n % 11 and seconds for n, seconds in enumerate(patience)), "a turn has one wait"
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -119,11 +121,13 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
   monkeypatch, stopped
 ):
   """The message is still on its way through the sockets when the process goes on."""
-  clock, waits, arrives_at = Clock(), itertools.count(), list[float]()
+  clock, waits, arrives_at, patience = Clock(), itertools.count(), list[float](), list[float]()
 
-  def receive(_seconds: float) -> Delivery | None:
+  def receive(seconds: float) -> Delivery | None:
+    patience.append(seconds)
     if next(waits) == 1:  # the first turn decides at once, and this is the wait of the second
-      clock.at += module.LONGEST_WAIT_SECONDS + 1.2 * module.STOOD_STILL_SECONDS * stopped
+      late_seconds = (1.2 if stopped else 0.8) * module.STOOD_STILL_SECONDS
+      clock.at += module.LONGEST_WAIT_SECONDS + late_seconds
       arrives_at.append(clock.at + 0.02)
     elif arrives_at and clock.at >= arrives_at[-1]:
       arrives_at.append(math.inf)
@@ -133,6 +137,7 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
   turns = Turns(monkeypatch, Scripted(receive), clock)
   turns.run(ticks=2)
   assert turns.kinds() == (["Tick", "Resumed", "Received", "Tick"] if stopped else ["Tick", "Tick"])
+  assert not any(patience[2:]), "what is there is taken in, and nothing more is waited for"
 
 
 def test_a_shard_may_be_stopped_at_any_moment_of_its_turn(monkeypatch):
@@ -179,6 +184,8 @@ def test_a_shard_waits_no_longer_than_its_state_or_its_copies_need(monkeypatch, 
 def test_a_tick_says_whether_a_snapshot_is_still_being_saved(monkeypatch):
   turns, said = Turns(monkeypatch, Scripted(lambda seconds: None)), []
   savers = (None, types.SimpleNamespace(busy=True), types.SimpleNamespace(busy=False))
+  assert turns.run(ticks=1)[-1].saved, "none has begun"
+  turns.events.clear()
   for capturing, saver in (
     (False, savers[0]),
     (True, savers[2]),
@@ -187,3 +194,45 @@ def test_a_tick_says_whether_a_snapshot_is_still_being_saved(monkeypatch):
     turns.role._capturing, turns.role._saver = capturing, saver
     said.append(turns.run(ticks=len(said) + 1)[-1].saved)
   assert said == [True, False, False, True]
+
+
+def test_a_turn_waits_for_so_long_as_nothing_is_due(monkeypatch):
+  """Until then the loop must look at faults and stop signals, and can tell that it was stopped."""
+  clock = Clock()
+  turns = Turns(monkeypatch, Scripted(lambda seconds: None), clock)
+  turns.role.state = replace(turns.role.state, silent_at=math.inf)
+  loop = turns.role.live(Faults((), 0.0), lambda: turns.kinds().count("Tick") >= 3)
+  waits = [until for until in loop if until is not None]
+  assert waits == [0.0, module.LONGEST_WAIT_SECONDS, module.LONGEST_WAIT_SECONDS]
+
+
+def test_a_turn_performs_faults_and_tells_of_its_traffic(monkeypatch):
+  """A slow shard takes the longer for all that it does in a turn, but not for its waits."""
+  clock, seen = Clock(), []
+  turns = Turns(monkeypatch, Scripted(lambda seconds: clock.sleep(0.3)), clock)
+  turns.role.state = replace(turns.role.state, global_step=7)
+  finish, handle = turns.role.finish, turns.role.handle
+  monkeypatch.setattr(turns.role, "finish", lambda: clock.sleep(0.3) or finish())
+  monkeypatch.setattr(turns.role, "handle", lambda event: clock.sleep(0.2) or handle(event))
+  faults = types.SimpleNamespace(check=seen.append, drag=seen.append)
+  turns.role.run(faults, lambda: turns.kinds().count("Tick") >= 3)
+  assert seen == 3 * [7, pytest.approx(0.5)]
+  assert turns.role._drag == seen.append, "and for the jobs of its worker"
+  traffic = [e for e in turns.role.recorder.events if e.kind == "traffic"]
+  assert len(traffic) == 3, "after 0.8 and 2.4 s, and in the end"
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_comes_is_for_the_reducer_or_for_the_copies_of_other_shards(monkeypatch, copies):
+  """The reducer is told what is still on its way to the sender: that is not sent again."""
+  messages = [says.hello(0, 0), Recover(1, 0), says.hello(1, 0)]
+  arrivals, said = (Delivery("its sender", each, 0.0) for each in messages), []
+  turns = Turns(monkeypatch, Scripted(lambda seconds: next(arrivals, None), waiting=2))
+  turns.role.endpoint.unsent = {"learner-0": 0, "learner-1": 1}.get
+  if copies:
+    how = {"on": said.append, "tick": lambda: math.inf, "held": {3: "what waits"}}
+    turns.role.replication = types.SimpleNamespace(**how)
+  first, last, _ = turns.run(ticks=1)
+  assert (first.message, last.message, said) == (*messages[::2], messages[1:2] * copies)
+  assert (first.unsent, last.unsent) == (False, True)
+  assert first.held == last.held == ({3: "what waits"} if copies else ())

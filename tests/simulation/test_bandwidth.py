@@ -82,7 +82,7 @@ def test_bytes_are_those_of_real_pushes_and_publishes(name):
   for fragment in plan.fragments:
     deltas.base[fragment.index] = np.zeros(fragment.size, np.float32)
     local = random.standard_normal(fragment.size, dtype=np.float32)
-    pushed += deltas.push(fragment.index, local).nbytes
+    pushed += deltas.push(fragment.index, local, 1.0).nbytes
     published += codec.encode(local, name).nbytes
   found = bandwidth.exchanged(plan.sizes, sync)
   assert (found.push_bytes, found.publish_bytes) == (pushed, published)
