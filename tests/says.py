@@ -6,7 +6,7 @@ fragment commits alone and its shard has never been restarted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ddiloco.protocol import events, messages, syncer
@@ -21,7 +21,7 @@ def take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]
   Whatever it sends must be a message that its receiver can read.
   """
   state, actions = _take_in(state, event)
-  for message in (action.message for action in actions if isinstance(action, Send)):
+  for message in [a.message for a in sends(actions)]:
     header, _ = messages.encode(message)
     messages.decode(header, b"" if isinstance(message, messages.BULK) else None)
   return state, actions
@@ -35,6 +35,11 @@ def _take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]
     state, more = syncer.syncer_on(state, event)
     return state, [*(a for a in actions if not isinstance(a, Read)), *more]
   return syncer.syncer_on(state, event)
+
+
+def sends(actions: Iterable, kind: type = object) -> list[Send]:
+  """Those actions that send a message of this kind."""
+  return [a for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
 
 
 def shard_on(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:

@@ -194,7 +194,7 @@ class Child:
     """Kills the role, and waits until it has ended."""
     self._send(signal.SIGKILL)
     for each in self._processes:
-      exited(each, KILL_SECONDS, f"{self.name}, which was killed,")
+      exited(each.poll, KILL_SECONDS, f"{self.name}, which was killed,")
       if each.stdin is not None:
         each.stdin.close()
     self._processes = []
@@ -421,7 +421,7 @@ class RoleActor:
       # The driver takes the process for dead, as after a broken connection. Of two processes of one
       # role the shards would fence one.
       self._process.kill()
-      exited(self._process, KILL_SECONDS, "the role's process before")
+      exited(self._process.poll, KILL_SECONDS, "the role's process before")
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     arguments = [word.replace(MEETING, meeting) for word in command[1:]]
     process = self._process = spawn([sys.executable, *arguments], Path(log))

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ddiloco.protocol import events
 
@@ -181,12 +181,6 @@ LOOK_SECONDS = 0.01
 JOIN_SECONDS = 0.2
 
 
-class Pollable(Protocol):
-  """The part of `subprocess.Popen` that `exited` uses."""
-
-  def poll(self) -> int | None: ...
-
-
 def ended(thread: threading.Thread, seconds: float) -> bool:
   """Whether a thread has ended within so long; if not, says so and leaves it running.
 
@@ -201,10 +195,11 @@ def ended(thread: threading.Thread, seconds: float) -> bool:
   return not thread.is_alive()
 
 
-def exited(process: Pollable, seconds: float, what: str) -> int | None:
-  """The exit status of a process; if it has not ended within so long, says so and returns None."""
+def exited(poll: Callable[[], int | None], seconds: float, what: str) -> int | None:
+  """The exit status of a process, from its `poll`; if it has not ended within so long, says so and
+  returns None."""
   until = time.monotonic() + seconds
-  while (status := process.poll()) is None:
+  while (status := poll()) is None:
     if time.monotonic() >= until:
       _too_long(what, seconds)
       return None

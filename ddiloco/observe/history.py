@@ -126,15 +126,18 @@ class Idle:
 
   def __init__(self) -> None:
     self.start = self.end = math.nan  # of the first step, and of the newest
-    self._gaps: list[tuple[float, float]] = []  # the newest
+    self._gaps: list[tuple[float, float]] = []  # the newest, in order
     self._seconds = self._longest = 0.0  # of all earlier ones
 
   def train(self, start: float, end: float) -> None:
     """An island trained from `start` to `end`; calls come in order of `end`."""
     if math.isnan(self.end):
       self.start = self.end = start
-    left = []
-    for a, b in self._gaps:
+    count = len(self._gaps)  # of those that it leaves as they are: they end before it starts
+    while count and self._gaps[count - 1][1] > start:
+      count -= 1
+    left = self._gaps[:count]
+    for a, b in self._gaps[count:]:
       left += [(x, y) for x, y in ((a, min(b, start)), (max(a, end), b)) if x < y]
     if start > self.end:
       left.append((self.end, start))

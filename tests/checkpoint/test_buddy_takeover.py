@@ -13,7 +13,7 @@ from ddiloco.core import fragments
 from ddiloco.network.transport import Hub, QueueEndpoint, learner_address, syncer_address
 from ddiloco.protocol.messages import Publish, Replica, Replicated
 from tests.roles import toy
-from tests.roles.fleet import Fleet, bits
+from tests.roles.fleet import Fleet, bits, run
 
 SYNC = {"num_shards": 2, "num_fragments": 4, "sync_period": 6, "overlap_steps": 2}
 # In lock-step without overlap the run is the same bits whenever what happens: a round that died
@@ -117,7 +117,7 @@ def copied(of: tuple) -> tuple:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
   config = toy.config(2, 120, **LOCK_STEP, publish_codec=("f32", "int8")[seed])
-  undisturbed = toy.run(config)
+  undisturbed = run(config)
   random = np.random.default_rng(seed)
   lives, version = {0: 1, 1: 1}, 0
   with Mortals(config) as fleet:

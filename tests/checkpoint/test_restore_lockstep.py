@@ -21,7 +21,7 @@ from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import CheckpointConfig, Config
 from ddiloco.core import fragments
 from ddiloco.runtime import Job
-from tests.roles import toy
+from tests.roles import fleet, toy
 
 STEPS = 12  # two rounds of every fragment: what the first one leaves counts in the second
 NESTEROV = {"learning_rate": 0.7, "momentum": 0.9}
@@ -85,7 +85,7 @@ def only(config: Config, path: Path, snapshot: int) -> Storage:
   return storage_of(config, folder)
 
 
-def bits(result: toy.Result) -> dict[str, object]:
+def bits(result: fleet.Result) -> dict[str, object]:
   """Everything of the end of a run that must not depend on where it was interrupted."""
   found: dict[str, object] = {}
   for c in result.committed:
@@ -127,19 +127,19 @@ def test_a_run_goes_on_from_every_snapshot_bit_by_bit(config, tmp_path):
     savers.append(PatientSaver(storage, role, 0, recorder))
     return savers[-1]
 
-  undisturbed = toy.run(config, saver=saver)
+  undisturbed = fleet.run(config, saver=saver)
   learners, shards = config.islands.num_learners, config.sync.num_shards
   for each in savers:
     each.commit_all([f"learner-{m}" for m in range(learners)])
   expected = bits(undisturbed)
-  assert bits(toy.run(config)) == expected, "the run itself has one course only"
+  assert bits(fleet.run(config)) == expected, "the run itself has one course only"
   everybody = {f"learner-{m}" for m in range(learners)} | {f"syncer-{s}" for s in range(shards)}
   snapshots = [n for n in storage.committed() if storage.manifest(n)["parts"].keys() == everybody]
   began = {e.snapshot for e in undisturbed.events["syncer-0"] if e.kind == "captured"}
   print(f"{len(snapshots)} of {len(began)} snapshots have all roles: {snapshots}")
   assert len(snapshots) >= 4
   for snapshot in snapshots:
-    resumed = toy.run(config, resume=only(config, path, snapshot))
+    resumed = fleet.run(config, resume=only(config, path, snapshot))
     for m in range(learners):
       assert [e.snapshot for e in resumed.events[f"learner-{m}"] if e.kind == "restored"]
     found = bits(resumed)

@@ -44,7 +44,7 @@ def start(tmp_path, monkeypatch):
 
 
 def end_of(process: children.Forked) -> int | None:
-  return exited(process, 60.0, "the process")
+  return exited(process.poll, 60.0, "the process")
 
 
 def said(log: Path, process: children.Forked, word: str) -> None:

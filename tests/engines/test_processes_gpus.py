@@ -65,7 +65,7 @@ def test_each_learner_sees_its_own_gpus_and_a_restarted_one_its_old_ones(
     child = Child(name, tmp_path, [told])
     child.start(engine._commands(name))
     (process,) = child._processes
-    assert exited(process, 60.0, name) == 0, child.log.read_text()
+    assert exited(process.poll, 60.0, name) == 0, child.log.read_text()
     said.append(json.loads(child.last_words()))
     child.kill()
   first, last, again = said

@@ -438,7 +438,7 @@ class ByHand(contextlib.ExitStack):
 
   def ended(self, name: str) -> tuple[int | None, str]:
     child = self.children[name]
-    return exited(child, PATIENCE_SECONDS, name), child.log.read_text()
+    return exited(child.poll, PATIENCE_SECONDS, name), child.log.read_text()
 
   def end_well(self, *names: str) -> None:
     for name in names:

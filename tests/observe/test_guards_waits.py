@@ -104,10 +104,10 @@ def test_a_process_that_cannot_be_killed_is_named_and_left_behind(capsys):
       return None
 
   process = Process()
-  assert guards.exited(process, 0.02, "learner-3") is None
+  assert guards.exited(process.poll, 0.02, "learner-3") is None
   assert "learner-3 has not ended within 0.02 s" in said(capsys)
   process.poll = iter([None, None, -9]).__next__
-  assert guards.exited(process, 60.0, "learner-3") == -9
+  assert guards.exited(process.poll, 60.0, "learner-3") == -9
 
 
 def test_an_exchange_whose_copy_is_stuck_can_be_closed(monkeypatch, capsys, stuck):

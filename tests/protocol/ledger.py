@@ -10,7 +10,7 @@ them.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events
@@ -159,8 +159,13 @@ class Ledger:
     assert len(set(commit.learners)) == len(commit.learners) > 0
     assert len(commit.learners) >= self.sync.min_quorum or (p, commit.round) in self.drains
     assert (p, commit.round) not in self.contents and commit.round > base, "rounds only grow"
+    self.merge(commit, zip(commit.learners, commit.steps, commit.tokens, strict=True))
+
+  def merge(self, commit: Commit, work: Iterable[tuple[int, int, int]]) -> None:
+    """Of this commit count the pushes of these learners, with so many steps and tokens."""
+    p, base = commit.fragment, self.held[commit.fragment]
     content = set(self.contents[p, base])
-    for m, steps, tokens in zip(commit.learners, commit.steps, commit.tokens, strict=True):
+    for m, steps, tokens in work:
       delta = self.taken_in[p, commit.round, m]
       assert delta.base == base, "delta of another base"
       assert (steps, tokens) == (len(delta.steps), len(delta.steps) * self.tokens_per_step)
@@ -168,7 +173,7 @@ class Ledger:
       content.update(delta.steps)
     self.contents[p, commit.round], self.bases[p, commit.round] = frozenset(content), base
     self.versions[p, commit.round] = self.versions[p, base] + 1
-    assert commit.version == self.versions[p, commit.round]
+    assert commit.version == self.versions[p, commit.round], "versions go up one by one"
 
   def adopt(self, state: FragmentState, given: int) -> None:
     assert state.last_round == given > self.held[state.index]

@@ -36,7 +36,7 @@ from ddiloco.protocol.values import replace
 from ddiloco.simulation.stand_ins import Sized
 from ddiloco.simulation.world import Actor, Role
 from tests import says
-from tests.protocol.ledger import Delta, Ledger, Step
+from tests.protocol.ledger import Delta, Ledger
 from tests.protocol.virtual import STEP_TOKENS, Pace, Weather, World
 from tests.worlds import swarm
 
@@ -196,17 +196,7 @@ class LiarLedger(Ledger):
     work = list(zip(commit.learners, commit.steps, commit.tokens))
     tokens = sum(t for m, _, t in work if m == self.liar)
     self.lied[p, commit.round] = self.lied[p, base] + tokens
-    honest = [each for each in work if each[0] != self.liar]
-    content: set[Step] = set(self.contents[p, base])
-    for m, steps, tokens in honest:
-      delta = self.taken_in[p, commit.round, m]
-      assert delta.base == base, "delta of another base"
-      assert (steps, tokens) == (len(delta.steps), len(delta.steps) * STEP_TOKENS)
-      assert content.isdisjoint(delta.steps), f"merged twice: {delta}"
-      content.update(delta.steps)
-    self.contents[p, commit.round], self.bases[p, commit.round] = frozenset(content), base
-    self.versions[p, commit.round] = self.versions[p, base] + 1
-    assert commit.version == self.versions[p, commit.round], "versions go up one by one"
+    self.merge(commit, [each for each in work if each[0] != self.liar])
 
   def hold(self, state: FragmentState) -> None:
     key = state.index, state.last_round

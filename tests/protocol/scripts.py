@@ -101,10 +101,9 @@ def join(script: Script) -> Publish:
 
 
 def resent(sends) -> list[int]:
-  return [a.message.fragment for a in sends if isinstance(a.message, Publish)]
+  return [a.message.fragment for a in says.sends(sends, Publish)]
 
 
 def asked(actions) -> set[tuple[int, int]]:
   """(fragment, learner) of every pull."""
-  sends = [(a.to, a.message) for a in actions if isinstance(a, Send)]
-  return {(message.fragment, to) for to, message in sends if isinstance(message, Pull)}
+  return {(a.message.fragment, a.to) for a in says.sends(actions, Pull)}

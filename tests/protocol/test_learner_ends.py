@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ddiloco.protocol import learner, syncer
-from ddiloco.protocol.actions import Send, Staged, StepDone, Tick
+from ddiloco.protocol.actions import Staged, StepDone, Tick
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import (
   EVALUATOR,
@@ -21,6 +21,7 @@ from ddiloco.protocol.messages import (
 )
 from ddiloco.protocol.rules import backed_off
 from ddiloco.protocol.values import replace
+from tests import says
 from tests.protocol import endings
 from tests.protocol.scripts import ALONE, SYNC, Script, join, push, report
 from tests.protocol.storms import STORM_SECONDS, calm, notes, random_world
@@ -133,7 +134,7 @@ def test_a_fragment_that_is_complete_is_never_pulled_again():
   done = FragmentState(0, 3, merged_tokens=50, last_round=2)
   shard.state = syncer.init(0, 1, (done, FragmentState(1)), ALONE, 50)
   sends = shard.feed(report(0, (3, 0), (9, 9)), 1.0)
-  pulled = [a.message.fragment for a in sends if isinstance(a.message, Pull)]
+  pulled = [a.message.fragment for a in says.sends(sends, Pull)]
   assert pulled == [1]
 
 
@@ -157,7 +158,9 @@ def test_a_shard_is_finished_when_the_model_is_saved_and_everybody_has_left():
   for p in (0, 1):
     steps_since_sync = tuple(int(p == q) * 2 for q in (0, 1))
     versions = tuple(int(q < p) for q in (0, 1))
-    [pull] = [a.message for a in shard.feed(report(0, versions, steps_since_sync)) if _is(a, Pull)]
+    [pull] = [
+      a.message for a in says.sends(shard.feed(report(0, versions, steps_since_sync)), Pull)
+    ]
     assert not syncer.finished(shard.state, 0.0, 30.0)
     shard.feed(push(0, pull.round, fragment=p), norm=1.0)
   assert [f.merged_tokens for f in shard.state.fragments] == [10, 10]
@@ -189,10 +192,6 @@ def test_a_restarted_shard_hears_an_evaluator_that_leaves_before_it_has_reported
   shard.feed(Goodbye(EVALUATOR, 1))
   assert shard.state.model_saved and not shard.state.members
   assert syncer.finished(shard.state, 0.0, 30.0)
-
-
-def _is(action, kind: type) -> bool:
-  return isinstance(action, Send) and isinstance(action.message, kind)
 
 
 # --- leaving --------------------------------------------------------------------------------------
@@ -301,7 +300,7 @@ def test_who_has_not_joined_or_trains_alone_leaves_at_once():
     state = learner.drain(learner.init(0, 0, owners, 10_000))
     state, actions = learner.learner_on(state, Tick(0.0), SYNC)
     assert state.done and [a.kind for a in actions if isinstance(a, Event)] == ["stopped"]
-    assert sum(_is(a, Goodbye) for a in actions) == (1 if owners else 0)
+    assert len(says.sends(actions, Goodbye)) == (1 if owners else 0)
     assert learner.learner_on(state, STEP, SYNC) == (state, []), "it says so once"
 
 

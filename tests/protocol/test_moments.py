@@ -42,8 +42,7 @@ def shard_with(*learners: int) -> Script:
 
 def donor_of(actions) -> list[tuple[int, int]]:
   """(donor, fragment) of every donation asked for."""
-  sends = [a for a in actions if isinstance(a, Send) and isinstance(a.message, ProvideMoments)]
-  return [(a.to, a.message.fragment) for a in sends]
+  return [(a.to, a.message.fragment) for a in says.sends(actions, ProvideMoments)]
 
 
 def moments(m: int, fragment: int) -> Moments:
@@ -55,7 +54,7 @@ def test_one_donation_at_a_time_goes_to_all_who_wait():
   assert donor_of(shard.feed(RequestMoments(2, 0, (0, 1)))) == [(0, 0)]
   assert donor_of(shard.feed(RequestMoments(3, 0, (0, 1)))) == [], "one is under way"
   actions = shard.feed(moments(0, 0))
-  inherits = [(a.to, a.message) for a in actions if isinstance(a.message, ForwardMoments)]
+  inherits = [(a.to, a.message) for a in says.sends(actions, ForwardMoments)]
   assert [to for to, _ in inherits] == [2, 3]
   assert all((m.fragment, m.donor, m.count) == (0, 0, 7) for _, m in inherits)
   assert all(m.payload == b"given" for _, m in inherits)
@@ -101,7 +100,7 @@ def test_a_new_life_gets_no_moments_before_it_asks():
   shard = shard_with(0, 1, 2)
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))) == [(0, 0)]
   shard.feed(says.hello(2, 1))
-  assert not any(isinstance(a, Send) and is_forward(a.message) for a in shard.feed(moments(0, 0)))
+  assert not says.sends(shard.feed(moments(0, 0)), ForwardMoments)
 
 
 def test_a_joiner_that_waits_no_more_is_sent_no_more():
@@ -131,7 +130,7 @@ def test_a_donor_that_does_not_answer_is_replaced():
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 1.5)) == [(1, 0)]
   assert shard.state.moments_asked == {2: (1, 2)}, "none was asked for learner 3"
   assert shard.feed(moments(0, 0)) == [], "too late: the other one is at it"
-  assert [a.to for a in shard.feed(moments(1, 0)) if is_forward(a.message)] == [2]
+  assert [a.to for a in says.sends(shard.feed(moments(1, 0)), ForwardMoments)] == [2]
 
 
 @pytest.mark.parametrize(
@@ -194,10 +193,6 @@ def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others(then)
   assert donor_of(shard.feed(RequestMoments(2, life, (0,)))), "much later it may have died again"
 
 
-def is_forward(message) -> bool:
-  return isinstance(message, ForwardMoments)
-
-
 def refused(shard: Script, m: int) -> str:
   """Why a learner's request for moments is not listened to; it changes nothing."""
   state, actions = on_request_moments(shard.state, RequestMoments(m, 0, (0,)), 0.0)
@@ -215,7 +210,7 @@ def test_where_learners_come_back_without_a_peers_moments_none_are_passed_on():
 
 def told_to_go_on(actions) -> list[int]:
   """Learners whose request for moments is rejected."""
-  rejected = [a for a in actions if isinstance(a, Send) and isinstance(a.message, Rejection)]
+  rejected = says.sends(actions, Rejection)
   assert all(not a.message.rejoin and a.message.round == -1 for a in rejected)
   return [a.to for a in rejected]
 
@@ -290,10 +285,9 @@ def test_a_slow_donor_is_asked_once():
         [(_, p)] = todo
         _, [gift] = on_provide_moments(slow, ProvideMoments(0, 0, 0, p))
         actions = shard.feed(replace(gift.message, payload=b"given"))
-        for action in actions:
-          if is_forward(action.message):
-            joiner.feed(action.message)
-            joiner.feed(Taken(p, float(now), "staged"))
+        for forward in says.sends(actions, ForwardMoments):
+          joiner.feed(forward.message)
+          joiner.feed(Taken(p, float(now), "staged"))
         todo = donor_of(actions)
   assert asked == [(0, 0), (0, 1)] and not joiner.state.wants
 

@@ -9,7 +9,7 @@ import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, learner, messages, rules, syncer
-from ddiloco.protocol.actions import InstallValue, ReadDone, Received, Send, Tick
+from ddiloco.protocol.actions import InstallValue, ReadDone, Received, Tick
 from ddiloco.protocol.events import Commit, Event
 from ddiloco.protocol.messages import (
   NOTHING,
@@ -110,7 +110,7 @@ def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pac
   def tell(message) -> None:
     nonlocal state
     state, actions = says.shard_on(state, Received(message, now))
-    for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
+    for pull in [a.message for a in says.sends(actions, Pull)]:
       asked.append((actions[0].to, pull.fragment))
 
   for step in range(300):
@@ -304,7 +304,7 @@ def test_a_fragment_is_not_due_more_often_than_the_run_makes_steps():
     lie = says.report(0, 0, 1, 0.1, (state.fragments[0].version, 0), (1 << 50, 0))
     lie = replace(lie, rounds=tuple(f.last_round for f in state.fragments))
     state, actions = says.shard_on(state, Received(lie, now))
-    for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
+    for pull in [a.message for a in says.sends(actions, Pull)]:
       rounds += 1
       answer = push(0, pull.round, base=pull.base_version, fragment=pull.fragment)
       state, _ = says.shard_on(state, ReadDone(answer, now, norm=1.0))
@@ -321,7 +321,7 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
     last = says.report(0, 0, k + 1, 0.1, (f.version, 0), (1, 0), leaving=True)
     last = replace(last, rounds=(f.last_round, -1))
     state, actions = says.shard_on(state, Received(last, 0.1 * k))
-    for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
+    for pull in [a.message for a in says.sends(actions, Pull)]:
       answer = push(0, pull.round, base=pull.base_version)
       state, made = says.shard_on(state, ReadDone(answer, 0.1 * k, norm=1.0))
       commits += any(isinstance(a, Commit) for a in made)
@@ -437,14 +437,13 @@ def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_
       life += 1
     first = says.report(0, 0, step, 1.0, (f.version,), (since,), rounds=(f.last_round,))
     mine = says.report(1, life, step, 1.0, (f.version,), (since,), leaves, rounds=(f.last_round,))
-    for asked in [*tell(first), *tell(mine)]:
-      if isinstance(asked, Send) and isinstance(pull := asked.message, Pull):
-        m, base = asked.to, pull.base_version
-        if m and turns == "never pushes":
-          continue
-        sent = says.push(m, life * m, 0, pull.round, base, since, since, "")
-        if any(isinstance(a, Commit) for a in tell(sent, norm=1.0)):
-          commits, since = commits + 1, 0
+    for asked in says.sends([*tell(first), *tell(mine)], Pull):
+      m, pull = asked.to, asked.message
+      if m and turns == "never pushes":
+        continue
+      sent = says.push(m, life * m, 0, pull.round, pull.base_version, since, since, "")
+      if any(isinstance(a, Commit) for a in tell(sent, norm=1.0)):
+        commits, since = commits + 1, 0
   assert 10 <= commits <= 10 + 2 * 3, "one a period, and three more in eight periods"
 
 
@@ -530,9 +529,7 @@ def test_a_fresh_empty_member_never_becomes_the_source_of_truth():
   ):
     fresh = says.report(3, 1, 9, 0.1, versions, (0, 0), rounds=rounds)
     state, actions = says.shard_on(state, Received(fresh, 1.0))
-    for request in [
-      a.message for a in actions if isinstance(getattr(a, "message", 0), RequestValue)
-    ]:
+    for request in [a.message for a in says.sends(actions, RequestValue)]:
       empty = says.value(3, 1, request.fragment, 99, 7, 10**9, {3: 7}, "00")
       fault = "is no value of this shard: its seal does not fit"
       state, answered = says.shard_on(state, ReadDone(empty, 1.1, fault=fault))
@@ -547,7 +544,7 @@ def test_a_new_run_takes_no_value_of_an_old_one():
   for made, asked in ((first - 1, False), (first, True), ((2_000 << 24) - 1, True)):
     old = says.report(0, 0, 9, 0.1, (3,), (2,), rounds=(made,))
     _, actions = says.shard_on(state, Received(old, 1.0))
-    assert any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions) == asked
+    assert bool(says.sends(actions, RequestValue)) == asked
   state, _ = says.shard_on(state, Received(old, 1.0))
   given = says.value(0, 0, 0, 3, first - 1, 90, {0: first - 1})
   assert says.shard_on(state, ReadDone(given, 1.1))[0].fragments[0].version == 0
@@ -560,7 +557,7 @@ def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_h
   state = syncer.init(0, 2_000, values, ALONE, 1 << 60, first_round=1_000 << 24)
   newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(made + 9,))
   state, actions = says.shard_on(state, Received(newer, 1.0))
-  assert [a.message for a in actions if isinstance(a, Send)] == [RequestValue(0, 2_000, 0, 0)]
+  assert [a.message for a in says.sends(actions)] == [RequestValue(0, 2_000, 0, 0)]
   value = says.value(0, 0, 0, 9, made + 9, 90, {0: made + 9})
   state, actions = says.shard_on(state, ReadDone(value, 1.1))
   assert state.fragments[0].version == 9
@@ -577,10 +574,10 @@ def test_a_learner_whose_value_is_refused_again_and_again_starts_afresh():
   while now < 60.0:
     now += 0.5
     state, actions = says.shard_on(state, Received(newer, now))
-    if any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions):
+    if says.sends(actions, RequestValue):
       refused += 1
       state, actions = says.shard_on(state, ReadDone(given, now, fault="its seal is wrong"))
-      if sent := [a.message for a in actions if isinstance(a, Send)]:
+      if sent := [a.message for a in says.sends(actions)]:
         break
   assert refused == ALONE.quarantine_after and sent[0].rejoin and "seal" in sent[0].reason
   state, _ = says.shard_on(state, Received(says.hello(0, 1), now))
@@ -615,7 +612,7 @@ def test_a_false_alarm_of_lost_work_is_said_once():
 
 def asked_donor(state) -> tuple[syncer.SyncerState, int]:
   state, actions = says.shard_on(state, Received(RequestMoments(3, 0, (0,)), 2.0))
-  [donate] = [a for a in actions if isinstance(a, Send) and isinstance(a.message, ProvideMoments)]
+  [donate] = says.sends(actions, ProvideMoments)
   return state, donate.to
 
 
@@ -624,14 +621,12 @@ def test_the_donor_of_moments_dies_in_the_middle():
   state, donor = asked_donor(shard())
   state, later = told(state, Goodbye(donor, 0), 2.1), 3.0
   state, actions = says.shard_on(state, Received(RequestMoments(3, 0, (0,)), later))
-  [donate] = [a for a in actions if isinstance(a, Send) and isinstance(a.message, ProvideMoments)]
+  [donate] = says.sends(actions, ProvideMoments)
   assert donate.to != donor
-  assert not any(
-    isinstance(getattr(a, "message", 0), ForwardMoments)
-    for a in actions_of(state, Moments(donor, 0, 0, 1, 2, b""), later)
-  )
+  late = actions_of(state, Moments(donor, 0, 0, 1, 2, b""), later)
+  assert not says.sends(late, ForwardMoments)
   given = actions_of(state, Moments(donate.to, 0, 0, 1, 2, b""), later + 0.1)
-  assert [a.to for a in given if isinstance(getattr(a, "message", 0), ForwardMoments)] == [3]
+  assert [a.to for a in says.sends(given, ForwardMoments)] == [3]
 
 
 def test_moments_of_more_steps_than_the_run_has_made_are_not_handed_on():
@@ -639,7 +634,7 @@ def test_moments_of_more_steps_than_the_run_has_made_are_not_handed_on():
   most = state.global_step + rules.step_tolerance(SYNC)
   for count, given in ((most, True), (most + 1, False), (1 << 40, False)):
     actions = actions_of(state, Moments(donor, 0, 0, 1, count, b""), 2.1)
-    assert any(isinstance(getattr(a, "message", 0), ForwardMoments) for a in actions) == given
+    assert bool(says.sends(actions, ForwardMoments)) == given
   assert "claims 1099511627776 optimizer steps" in actions[0].reason
 
 

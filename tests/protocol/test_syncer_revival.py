@@ -65,7 +65,7 @@ def test_a_shard_that_lost_commits_takes_them_back_from_a_learner(shard):
   assert [a.message.fragment for a in sends] == [0, 1] and not shard.state.value_requests
   # Learner 2 lags: it is sent version 3, which says that its push of round 5 is in it.
   sends = shard.feed(says.report(2, 0, 9, 0.1, (1, 0), (1, 1), rounds=(4, -1)), 30.0)
-  [publish] = [a.message for a in sends if isinstance(a, Send) and isinstance(a.message, Publish)]
+  [publish] = [a.message for a in says.sends(sends, Publish)]
   assert (publish.version, publish.round, publish.merged_round(2)) == (3, 7, 5)
 
 
@@ -85,7 +85,7 @@ def test_what_comes_too_late_to_be_given_back_is_said_to_be_lost(shard):
   shard.state, actions = says.shard_on(shard.state, Received(late, 1.0))
   [lost] = [a for a in actions if isinstance(a, events.Lost)]
   assert lost.versions == {0: 3}
-  [publish] = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Publish)]
+  [publish] = [a.message for a in says.sends(actions, Publish)]
   assert publish.version == 1 and publish.base_round == NOTHING, "whole: its base was another one"
 
 
@@ -365,8 +365,7 @@ def test_once_a_value_is_given_back_those_alone_are_asked_that_say_they_have_it(
   newer = says.report(0, 0, 9, 0.1, (2, 0), (2, 0), rounds=(7, -1))
   shard.feed(newer, 0.1)
   assert InstallValue(0) in shard.feed(says.value(0, 0, 0, 2, 7, 90, {0: 7}), 0.2)
-  sends = [a for a in shard.feed(newer, 0.3) if isinstance(a, Send)]
-  assert [a.to for a in sends if isinstance(a.message, Pull)] == [0]
+  assert [a.to for a in says.sends(shard.feed(newer, 0.3), Pull)] == [0]
 
 
 # --- liars ----------------------------------------------------------------------------------------
@@ -405,7 +404,7 @@ def test_a_value_is_not_lost_with_the_learner_that_is_asked_for_it_first(shard):
   [request] = shard.feed(newest[0])
   assert (request.to, shard.feed(newest[1], 0.1)) == (0, [])
   shard.feed(due, 0.2)
-  assert not any(isinstance(a.message, Pull) for a in shard.feed(due, 1.1)), "0 has died"
+  assert not says.sends(shard.feed(due, 1.1), Pull), "0 has died"
   [request] = shard.feed(newest[1], 1.3)
   assert request == Send(1, RequestValue(0, 1, 0, 0))
   shard.feed(due, 2.1)
@@ -503,7 +502,7 @@ def test_a_value_goes_out_at_once_though_another_one_of_its_version_was_sent_bef
   shard.feed(told, 0.1)
   shard.feed(hello(0, 0, (7, -1)), 0.2)
   assert InstallValue(0) in shard.feed(VALUE, 0.3)
-  [publish] = [a.message for a in shard.feed(told, 0.4) if isinstance(a.message, Publish)]
+  [publish] = [a.message for a in says.sends(shard.feed(told, 0.4), Publish)]
   assert (publish.fragment, publish.round, publish.version) == (0, 7, 3)
 
 
@@ -513,7 +512,7 @@ def test_an_older_value_than_that_of_a_restarted_shard_is_no_loss():
   shard.state = syncer.init(0, 1, before, ALONE, 1 << 60)
   said = shard.feed_all(says.report(1, 0, 1, 0.1, (2, 0), (0, 0), rounds=(3, -1)))
   assert not any(isinstance(each, events.Lost) for each in said)
-  [publish] = [a.message for a in said if isinstance(a, Send)]
+  [publish] = [a.message for a in says.sends(said)]
   assert (publish.fragment, publish.version) == (0, 3)
 
 
@@ -609,8 +608,7 @@ def test_snapshots_go_on_beside_a_liar():
 
 
 def codecs(actions) -> list[str]:
-  sent = (action.message for action in actions if isinstance(action, Send))
-  return [message.codec for message in sent if isinstance(message, Publish)]
+  return [a.message.codec for a in says.sends(actions, Publish)]
 
 
 def test_initial_values_are_left_out_unless_a_learner_says_that_it_cannot_make_them():

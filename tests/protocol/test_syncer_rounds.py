@@ -64,7 +64,7 @@ def test_an_update_is_for_those_alone_that_were_sent_the_version_before():
     shard.feed(hello(m, 0))
   shard.state = shard.state.with_member(1, sent=(-1, 0)).with_member(2, lost=True)
   shard.feed(report(0, (0, 0), (1, 0)), 0.1)
-  sent = [a for a in shard.feed(push(0, 0), 0.1, norm=1.0) if isinstance(a, Send)]
+  sent = says.sends(shard.feed(push(0, 0), 0.1, norm=1.0))
   assert [(a.to, a.message.base_round) for a in sent] == [(0, INITIAL)]
   for m in (1, 2):
     [whole] = shard.feed(report(m, (0, 0), (0, 0)), 0.2)
@@ -220,7 +220,7 @@ def test_who_leaves_and_who_is_due_are_a_quorum_together():
 def test_empty_pushes_and_foreign_bases_are_refused_with_a_reason(steps, tokens, base, shard):
   shard.feed(report(0, (0, 0), (1, 1)))
   bad = replace(push(0, 0, base=base), steps=steps, tokens=tokens)
-  sent = [a.message for a in shard.feed(bad, norm=1.0) if isinstance(a, Send)]
+  sent = [a.message for a in says.sends(shard.feed(bad, norm=1.0))]
   [rejection] = [m for m in sent if isinstance(m, Rejection)]
   assert rejection.reason and shard.state.fragments[0].version == 0
   assert rejection.reason.startswith("based on version 5" if base else f"holds {steps} steps")
@@ -248,9 +248,7 @@ def test_a_learner_that_is_new_and_alone_is_measured_by_what_is_usual_here():
   assert any(isinstance(a, Commit) for a in shard.feed(push(0, 0), 0.1, norm=1.0))
   shard.feed(report(1, (1, 0), (2, 0)), 0.2)
   sent = shard.feed(push(1, 1, base=1), 0.2, norm=1e6)
-  refusals = [
-    a.message.reason for a in sent if isinstance(a, Send) and hasattr(a.message, "reason")
-  ]
+  refusals = [a.message.reason for a in says.sends(sent) if hasattr(a.message, "reason")]
   assert refusals == ["norm 1e+06 is over sync.max_norm_ratio (10) x 2"]
   assert shard.state.fragments[0].version == 1
 
@@ -340,7 +338,7 @@ def test_a_shard_counts_its_commits_for_consistent_snapshots():
   before = shard.state.vector_clock[shard.state.key]
   assert before == 1 << 24, "more than in any life before"
   pushed = replace(push(0, 1 << 24), count=7)
-  sent = [a.message for a in shard.feed_all(pushed, norm=1.0) if isinstance(a, Send)]
+  sent = [a.message for a in says.sends(shard.feed_all(pushed, norm=1.0))]
   assert shard.state.vector_clock[0] == 7, "and keeps in mind which pushes are in them"
   counts = [message.count for message in sent if isinstance(message, Publish)]
   assert counts == [before + 1] == [shard.state.vector_clock[shard.state.key]]
@@ -355,7 +353,7 @@ def test_a_life_begins_greater_rounds_than_the_one_before_however_many_that_bega
   shard.state = syncer.init(0, 1, found, ALONE, 1 << 60, began_at=-1e6)
   shard.feed(hello(0, 0))
   told = replace(report(0, (9, 3), (2, 0)), rounds=(newest, 7))
-  assert [a.message.round for a in shard.feed(told, 0.1) if isinstance(a, Send)] == [newest + 1]
+  assert [a.message.round for a in says.sends(shard.feed(told, 0.1))] == [newest + 1]
 
 
 def test_in_lock_step_a_snapshot_begins_once_a_quorum_is_back():
@@ -419,7 +417,7 @@ def test_one_whose_pushes_are_bad_again_and_again_is_told_to_start_afresh():
     shard.feed(report(0, (0, 0), (1, 0)), 0.1 * k)
     bad = push(0, shard.state.under_way[0].id)
     told += shard.feed_all(bad, 0.1 * k, norm=float("nan"))
-  said = [a.message for a in told if isinstance(a, Send)]
+  said = [a.message for a in says.sends(told)]
   rejoins = [message.rejoin for message in said if isinstance(message, Rejection)]
   assert rejoins == [False] * (ALONE.quarantine_after - 1) + [True]
   assert [a.state for a in told if isinstance(a, Member)] == ["quarantined"]
@@ -504,5 +502,5 @@ def test_values_of_a_run_under_way_wait_for_no_quorum(version):
   """Their global step may be 0: a value that was given back counts from a period before."""
   shard, of = Script(), FragmentState(0, version=version, last_round=version - 1)
   shard.state = syncer.init(0, 1, (of, FragmentState(1)), shard.sync, 1 << 60, began_at=-1000.0)
-  sent = [a.message for a in shard.feed(hello(0, 0)) if isinstance(a, Send)]
+  sent = [a.message for a in says.sends(shard.feed(hello(0, 0)))]
   assert any(isinstance(m, Publish) for m in sent) == (version > 0)

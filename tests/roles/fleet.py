@@ -1,19 +1,32 @@
-"""Shards that keep copies for each other, and two toy learners: threads around one hub."""
+"""Whole runs of toy islands: the real roles, queues and threads around a NumPy problem.
+
+A `Fleet` has shards that keep copies for each other, and can be killed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Self
+
+import numpy as np
 
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Copies, Replication, recover
-from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
+from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer, restore_fragments
+from ddiloco.checkpoint.saver import Saver
+from ddiloco.checkpoint.snapshots import Storage
+from ddiloco.config import Config
 from ddiloco.core import fragments
-from ddiloco.core.delta import Committed, new_fragment
+from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.network.transport import Hub, learner_address, syncer_address
+from ddiloco.observe.eventlog import Records
+from ddiloco.protocol.events import Event
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
@@ -39,14 +52,25 @@ class History(dict):
 
 
 class Threads:
-  """Roles as threads around one hub, with what they record and why they failed."""
+  """Roles as threads around one hub, with what they record and why they failed.
 
-  def __init__(self, config):
+  `saver(role, recorder)` makes what writes a role's parts of snapshots.
+  """
+
+  def __init__(self, config: Config, saver: Callable[[str, Records], Saver] | None = None):
     self.config, self.plan = config, fragments.make_plan(toy.SPECS, config.sync)
     self.hub, self.over = Hub(), threading.Event()
-    self.events: dict[str, list] = defaultdict(list)
+    self.events: dict[str, list[Event]] = defaultdict(list)
     self.failures: list[BaseException] = []
     self.threads: list[threading.Thread] = []
+    self._saver, self._savers = saver, list[Saver]()
+
+  def runtime(self, name: str) -> Runtime:
+    """What this role runs with: a new connection, and a recorder."""
+    recorder = toy.ListRecorder(self.events[name])
+    saver = self._saver and self._saver(name, recorder)
+    self._savers += [saver] if saver else []
+    return Runtime(self.config, self.plan, self.hub.connect(name), recorder, saver)
 
   def start(self, name: str, work, *args) -> None:
     def guarded():
@@ -64,11 +88,23 @@ class Threads:
       thread.join(PATIENCE_SECONDS)
       assert not thread.is_alive(), f"{name} does not end"
 
-  def toy_learner(self, m: int, incarnation: int, step_seconds: float) -> Learner:
-    address, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=step_seconds)
-    recorder, endpoint = toy.ListRecorder(self.events[address]), self.hub.connect(address)
-    beginning = ResumeState(new_learner(self.config, self.plan, m, incarnation))
-    runtime = Runtime(self.config, self.plan, endpoint, recorder)
+  def end(self) -> None:
+    """Ends all; raises what one has failed with."""
+    self.over.set()
+    for name in {thread.name for thread in self.threads}:
+      self.join(name)
+    for saver in self._savers:
+      saver.close(PATIENCE_SECONDS)
+    if self.failures:
+      raise self.failures[0]
+
+  def toy_learner(
+    self, m: int, incarnation: int, island: toy.ToyIsland, resume: Storage | None = None
+  ) -> Learner:
+    """One that begins with nothing, or with its newest part of a snapshot there."""
+    runtime = self.runtime(learner_address(m))
+    new = new_learner(self.config, self.plan, m, incarnation)
+    beginning = begin_learner(new, self.config, island, resume, runtime.recorder)
     return Learner(beginning, island, toy.batches, runtime)
 
   def of(self, role: str, kind: str) -> list:
@@ -79,10 +115,62 @@ class Threads:
     assert not self.failures, self.failures
 
 
+def serve(role: Syncer, faults: Faults, stopped: Callable[[], bool]) -> None:
+  """Runs a shard, of which no thread is left then."""
+  with contextlib.closing(role):
+    role.run(faults, stopped)
+
+
+@dataclasses.dataclass
+class Result:
+  params: dict[str, np.ndarray]  # global
+  versions: list[int]
+  islands: list[toy.ToyIsland]
+  learners: list[Learner]
+  events: dict[str, list[Event]]
+  committed: list[Committed]  # of every fragment
+
+
+def run(
+  config: Config,
+  islands: list[toy.ToyIsland] | None = None,
+  saver: Callable[[str, Records], Saver] | None = None,
+  resume: Storage | None = None,
+) -> Result:
+  """Runs learners and shards until the token budget is merged.
+
+  With `resume` everybody begins with the newest snapshot there.
+  """
+  threads, faults = Threads(config, saver), Faults((), time.monotonic())
+  plan, stopped = threads.plan, threads.over.is_set
+  store = toy.initial_store(plan)
+  restored = restore_fragments(resume, range(len(plan.fragments))) if resume else None
+  store |= restored.fragments if restored else {}
+  incarnation = 1000 if restored else 0
+  for s in range(config.sync.num_shards):
+    state = new_syncer(config, s, incarnation, store)
+    state = restored.resume(state) if restored else state
+    name = syncer_address(s)
+    threads.start(name, serve, Syncer(state, store, threads.runtime(name)), faults, stopped)
+  islands = islands or [toy.ToyIsland(m, plan) for m in range(config.islands.num_learners)]
+  learners = [threads.toy_learner(m, incarnation, each, resume) for m, each in enumerate(islands)]
+  for m, role in enumerate(learners):
+    threads.start(learner_address(m), role.run, faults, stopped)
+  for m in range(len(learners)):
+    threads.join(learner_address(m))
+  threads.end()
+  committed = [store[f.index] for f in plan.fragments]
+  params = toy.initial_params()
+  for fragment, each in zip(plan.fragments, committed):
+    fragments.scatter(fragment, each.value, params)
+  versions = [c.state.version for c in committed]
+  return Result(params, versions, islands, learners, threads.events, committed)
+
+
 class Fleet(Threads):
   """Shards with replication and toy learners; all of the config are there from the beginning."""
 
-  def __init__(self, config, patience_seconds: float = PATIENCE_SECONDS):
+  def __init__(self, config: Config, patience_seconds: float = PATIENCE_SECONDS):
     super().__init__(config)
     self.patience_seconds = patience_seconds
     self.kills: dict[int, threading.Event] = {}
@@ -94,14 +182,12 @@ class Fleet(Threads):
     for s in range(self.config.sync.num_shards):
       self.shard(s, 1)
     for m, address in enumerate(self.learners):
-      self.start(address, self.toy_learner(m, 1, 0.004).run, Faults((), 0.0), self.over.is_set)
+      role = self.toy_learner(m, 1, toy.ToyIsland(m, self.plan, step_seconds=0.004))
+      self.start(address, role.run, Faults((), 0.0), self.over.is_set)
     return self
 
   def __exit__(self, *_) -> None:
-    self.over.set()
-    for thread in self.threads:
-      thread.join(PATIENCE_SECONDS)
-    assert not self.failures, self.failures
+    self.end()
 
   def shard(self, s: int, incarnation: int) -> None:
     kill = self.kills[s] = threading.Event()
@@ -114,21 +200,15 @@ class Fleet(Threads):
 
   def _serve(self, s: int, incarnation: int, kill: threading.Event) -> None:
     """As a process of its own would: everything it knows dies with it."""
-    address = syncer_address(s)
-    endpoint, store = self.hub.connect(address), History()
-    recorder = toy.ListRecorder(self.events[address])
-    count = self.config.sync.num_shards
-    copies = Copies(s, incarnation, endpoint, self.plan, self.config)
-    replication = Replication(copies, self.patience_seconds, recorder)
+    runtime, store = self.runtime(syncer_address(s)), History()
+    copies = Copies(s, incarnation, runtime.endpoint, self.plan, self.config)
+    replication = Replication(copies, self.patience_seconds, runtime.recorder)
     found = recover(copies, lambda quiet: not self.over.is_set())
-    first = toy.initial_params()
-    for p in owned_by(s, count, len(self.plan.fragments)):
-      fragment = self.plan.fragments[p]
-      store[p] = found.get(p) or new_fragment(fragment, fragments.gather(fragment, first))
+    first = toy.initial_store(self.plan)
+    for p in owned_by(s, self.config.sync.num_shards, len(self.plan.fragments)):
+      store[p] = found.get(p) or first[p]
     self.found[s], self.stores[s] = found, store
-    runtime = Runtime(self.config, self.plan, endpoint, recorder)
     role = Syncer(new_syncer(self.config, s, incarnation, store), store, runtime, replication)
     replication.begin(found.values())
-    with contextlib.closing(role):  # of one that dies the thread must not live on, either
-      role.run(Faults((), 0.0), lambda: self.over.is_set() or kill.is_set())
-    endpoint.close()
+    serve(role, Faults((), 0.0), lambda: self.over.is_set() or kill.is_set())
+    runtime.endpoint.close()

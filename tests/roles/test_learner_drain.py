@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 
@@ -11,7 +10,6 @@ import pytest
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
-from ddiloco.core.delta import new_fragment
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.protocol import events
 from ddiloco.protocol.learner import unmerged_tokens
@@ -19,7 +17,7 @@ from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, Time
 from tests.roles import toy
-from tests.roles.fleet import Threads
+from tests.roles.fleet import Threads, serve
 from tests.roles.toy import ListRecorder
 
 SYNC = {"num_shards": 1, "num_fragments": 3, "sync_period": 8, "overlap_steps": 2, "min_quorum": 1}
@@ -30,8 +28,7 @@ class Run(Threads):
 
   def __init__(self, learners: int, **sync):
     super().__init__(toy.config(learners, 1_000_000, **{**SYNC, **sync}))
-    first = toy.initial_params()
-    self.store = {f.index: new_fragment(f, fragments.gather(f, first)) for f in self.plan.fragments}
+    self.store = toy.initial_store(self.plan)
     self.stops: dict[str, threading.Event] = {}
 
   def stoppable(self, name: str, work) -> None:
@@ -40,19 +37,13 @@ class Run(Threads):
 
   def shard(self) -> None:
     name, faults = syncer_address(0), Faults((), time.monotonic())
-    recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
     state = new_syncer(self.config, 0, 0, self.store)
-    runtime = Runtime(self.config, self.plan, endpoint, recorder)
-    role = Syncer(state, self.store, runtime)
-
-    def live(stopped) -> None:
-      with contextlib.closing(role):
-        role.run(faults, stopped)
-
-    self.stoppable(name, live)
+    role = Syncer(state, self.store, self.runtime(name))
+    self.stoppable(name, lambda stopped: serve(role, faults, stopped))
 
   def learner(self, m: int, drain_seconds: float, at_once=lambda: False) -> Learner:
-    role, faults = self.toy_learner(m, 0, step_seconds=0.002), Faults((), time.monotonic())
+    island, faults = toy.ToyIsland(m, self.plan, step_seconds=0.002), Faults((), time.monotonic())
+    role = self.toy_learner(m, 0, island)
     live = lambda stopped: role.run(faults, stopped, drain_seconds, at_once)
     self.stoppable(learner_address(m), live)
     return role

@@ -5,7 +5,7 @@ import pytest
 
 from ddiloco.core import fragments
 from ddiloco.protocol.rules import due_after
-from tests.roles import toy
+from tests.roles import fleet, toy
 
 
 def outer_step(value, momentum, delta, rate, mu):
@@ -82,7 +82,7 @@ def lock_step(learners, steps, period, rate, momentum, shards=1):
 
 def test_synchronous_diloco_is_its_reference():
   learners, rounds, period = 3, 7, 5
-  result = toy.run(lock_step(learners, rounds * period, period, 0.7, 0.9))
+  result = fleet.run(lock_step(learners, rounds * period, period, 0.7, 0.9))
   expected = diloco(learners, rounds * period, period, 0.7, 0.9)
   assert result.versions == [rounds]
   for name, value in expected.items():
@@ -93,7 +93,7 @@ def test_synchronous_diloco_is_its_reference():
 def test_a_sync_at_every_step_that_takes_the_average_is_data_parallel():
   """With SGD inside, the average of the deltas of one step is that of the gradients."""
   learners, steps = 3, 20
-  result = toy.run(lock_step(learners, steps, 1, 1.0, 0.0, shards=2))
+  result = fleet.run(lock_step(learners, steps, 1, 1.0, 0.0, shards=2))
   assert result.versions == [steps, steps]
   assert result.params.keys() == toy.initial_params().keys()
   for name, value in toy.initial_params().items():
@@ -120,7 +120,7 @@ def test_streaming_diloco_is_its_reference(shards):
     merge="average",
     outer={"learning_rate": 0.4, "momentum": 0.9, "decay_share": 0.0},
   )
-  result = toy.run(config)
+  result = fleet.run(config)
   # The run ends when every fragment has merged its tokens, that is `tau` steps after the last push.
   steps = {role.exchange.state.step for role in result.learners}
   assert len(steps) == 1
@@ -147,7 +147,7 @@ def test_one_learner_with_outer_rate_one_is_plain_training():
   )
   plan = fragments.make_plan(toy.SPECS, config.sync)
   island = toy.ToyIsland(0, plan, step_seconds=0.002)
-  result = toy.run(config, [island])
+  result = fleet.run(config, [island])
   plain = toy.initial_params()
   for step in range(result.learners[0].exchange.state.step):
     toy.inner_step(plain, 0, step)
@@ -161,7 +161,7 @@ def test_no_learner_is_ever_blocked_and_all_tokens_have_one_fate():
     3, 100, num_shards=2, num_fragments=4, sync_period=6, min_quorum=1, push_codec="int8"
   )
   plan = fragments.make_plan(toy.SPECS, config.sync)
-  result = toy.run(config, [toy.ToyIsland(m, plan, step_seconds=0.002) for m in range(3)])
+  result = fleet.run(config, [toy.ToyIsland(m, plan, step_seconds=0.002) for m in range(3)])
   for m, role in enumerate(result.learners):
     state = role.exchange.state
     for f in state.fragments:
@@ -182,8 +182,8 @@ def test_lossy_codecs_both_ways_stay_close_to_exact_ones(codec):
     "blocking": True,
     "apply": "overwrite",
   }
-  exact = toy.run(toy.config(2, 60, **lockstep))
-  lossy = toy.run(toy.config(2, 60, push_codec=codec, publish_codec=codec, **lockstep))
+  exact = fleet.run(toy.config(2, 60, **lockstep))
+  lossy = fleet.run(toy.config(2, 60, push_codec=codec, publish_codec=codec, **lockstep))
   bound = {"bf16": 0.01, "int8": 0.02, "int4": 0.4}[codec]
   compared = 0
   for fragment in fragments.make_plan(toy.SPECS, toy.config(2, 60, **lockstep).sync).fragments:
@@ -207,7 +207,7 @@ def test_a_poisoned_learner_is_rejected_and_the_run_goes_on():
   plan = fragments.make_plan(toy.SPECS, config.sync)
   islands = [toy.ToyIsland(m, plan, step_seconds=0.002) for m in range(3)]
   islands[1].poison_at = 30
-  result = toy.run(config, islands)
+  result = fleet.run(config, islands)
   assert all(np.isfinite(v).all() for v in result.params.values())
   commits = [e for e in result.events["syncer-0"] if e.kind in ("commit", "abandoned")]
   reasons = [reason for e in commits for reason in e.rejected.values()]

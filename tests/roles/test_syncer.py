@@ -15,7 +15,7 @@ from ddiloco.checkpoint.buddy import Sealer
 from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
-from ddiloco.core.delta import Merger, learner_weights, new_fragment
+from ddiloco.core.delta import Merger, learner_weights
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import InstallValue, TakeSnapshot, Tick
@@ -75,12 +75,8 @@ class Shard:
     self.lives = dict.fromkeys(self.learners, 0)
     self.held: dict[int, dict[int, tuple[int, np.ndarray]]] = {m: {} for m in self.learners}
     self.rounds: dict[int, dict[int, int]] = {m: {} for m in self.learners}
-    self.store, self.in_place = store, in_place
-    if store is None:
-      first = toy.initial_params()
-      self.store = {
-        f.index: new_fragment(f, fragments.gather(f, first)) for f in self.plan.fragments
-      }
+    self.store = toy.initial_store(self.plan) if store is None else store
+    self.in_place = in_place
     self.start(incarnation)
     for m in self.learners:
       self.hear(says.hello(m, 0))

@@ -1,31 +1,18 @@
-"""A whole run with toy islands: the real roles, queues and threads around a NumPy problem."""
+"""A NumPy problem for whole runs of the real roles, and the islands that train on it."""
 
 from __future__ import annotations
 
-import dataclasses
-import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddiloco.chaos import Faults
-from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer, restore_fragments
-from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, from_dict
 from ddiloco.core import fragments
-from ddiloco.core.delta import Committed, new_fragment
+from ddiloco.core.delta import Store, new_fragment
 from ddiloco.core.fragments import TensorSpec
-from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import Recorder, Records
+from ddiloco.observe.eventlog import Records
 from ddiloco.protocol.events import Event
-from ddiloco.roles.learner import Learner
-from ddiloco.roles.syncer import Syncer
-from ddiloco.runtime import Runtime, Time
-
-if TYPE_CHECKING:  # processes of toy roles import this file, and do without JAX
-  from ddiloco.checkpoint.snapshots import Storage
+from ddiloco.runtime import Time
 
 SPECS = (
   TensorSpec("embedding", (6, 4), stacked=False, embedding=True),
@@ -46,6 +33,12 @@ def target(learner: int, position: int, shape: tuple[int, ...]) -> np.ndarray:
 def initial_params() -> dict[str, np.ndarray]:
   random = np.random.default_rng(7)
   return {s.name: random.standard_normal(s.shape).astype(np.float32) for s in SPECS}
+
+
+def initial_store(plan: fragments.Plan) -> Store:
+  """What shards have at the beginning of a run."""
+  params = initial_params()
+  return {f.index: new_fragment(f, fragments.gather(f, params)) for f in plan.fragments}
 
 
 def inner_step(
@@ -163,16 +156,6 @@ def config(learners: int, steps: int, **sync) -> Config:
   )
 
 
-@dataclasses.dataclass
-class Result:
-  params: dict[str, np.ndarray]  # global
-  versions: list[int]
-  islands: list[ToyIsland]
-  learners: list[Learner]
-  events: dict[str, list[Event]]
-  committed: list[Committed]  # of every fragment
-
-
 class ListRecorder(Records):
   """Keeps events in memory."""
 
@@ -202,93 +185,3 @@ class AtOnce(Time):
 
   def worker(self, name, begin=lambda: None, failed=lambda: None):
     return _AtOnce()
-
-
-def run(
-  config: Config,
-  islands: list[ToyIsland] | None = None,
-  timeout: float = 60.0,
-  saver: Callable[[str, Recorder], Saver] | None = None,
-  resume: Storage | None = None,
-) -> Result:
-  """Runs real learners and shards as threads until the token budget is merged.
-
-  `saver(role, recorder)` makes what writes a role's parts of snapshots; all are closed at the end.
-  With `resume` everybody begins with the newest snapshot there.
-  """
-  plan = fragments.make_plan(SPECS, config.sync)
-  hub, first = Hub(), initial_params()
-  store = {f.index: new_fragment(f, fragments.gather(f, first)) for f in plan.fragments}
-  restored = restore_fragments(resume, range(len(plan.fragments))) if resume else None
-  store |= restored.fragments if restored else {}
-  incarnation = 1000 if restored else 0
-  savers: list[Saver] = []
-  islands = islands or [ToyIsland(m, plan) for m in range(config.islands.num_learners)]
-  stop = threading.Event()
-  events: dict[str, list[dict]] = {}
-  failures: list[BaseException] = []
-
-  def start(name: str, work) -> threading.Thread:
-    def guarded():
-      try:
-        work()
-      except BaseException as error:  # reported by the test's own thread
-        failures.append(error)
-        stop.set()
-
-    thread = threading.Thread(target=guarded, name=name, daemon=True)
-    thread.start()
-    return thread
-
-  def recorder(name: str) -> ListRecorder:
-    return ListRecorder(events.setdefault(name, []))
-
-  def saver_of(name: str) -> Saver | None:
-    if saver is not None:
-      savers.append(saver(name, recorder(name)))
-    return savers[-1] if saver else None
-
-  faults = Faults((), time.monotonic())
-  shards = []
-  for s in range(config.sync.num_shards):
-    address = syncer_address(s)
-    state = new_syncer(config, s, incarnation, store)
-    state = restored.resume(state) if restored else state
-    endpoint, writer = hub.connect(address), saver_of(address)
-    runtime = Runtime(config, plan, endpoint, recorder(address), writer)
-    shard = Syncer(state, store, runtime)
-
-    def serve(shard=shard) -> None:
-      try:
-        shard.run(faults, stop.is_set)
-      finally:
-        shard.close()
-
-    shards.append(start(address, serve))
-  learners, threads = [], []
-  for m, island in enumerate(islands):
-    address = learner_address(m)
-    new, endpoint = new_learner(config, plan, m, incarnation), hub.connect(address)
-    beginning = begin_learner(new, config, island, resume, recorder(address))
-    runtime = Runtime(config, plan, endpoint, recorder(address), saver_of(address))
-    role = Learner(beginning, island, batches, runtime)
-    learners.append(role)
-    threads.append(start(address, lambda role=role: role.run(faults, stop.is_set)))
-  deadline = time.monotonic() + timeout
-  for thread in threads:
-    thread.join(max(0.0, deadline - time.monotonic()))
-  late = [thread.name for thread in threads if thread.is_alive()]
-  stop.set()
-  for thread in [*threads, *shards]:
-    thread.join(10)
-  for each in savers:
-    each.close(timeout)
-  if failures:
-    raise failures[0]
-  assert not late, f"still running after {timeout} s: {late}"
-  committed = [store[f.index] for f in plan.fragments]
-  params = {s.name: np.zeros(s.shape, np.float32) for s in SPECS}
-  for fragment, each in zip(plan.fragments, committed):
-    fragments.scatter(fragment, each.value, params)
-  versions = [c.state.version for c in committed]
-  return Result(params, versions, islands, learners, events, committed)
