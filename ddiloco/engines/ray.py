@@ -178,6 +178,7 @@ class RemoteProcess(Process):
 
   def __init__(self, actor: Any, command: list[str], log: Path, meeting: Any = ""):
     self._actor, self._log = actor, log
+    self._placed = actor.__ray_ready__.remote()  # Ray's promise that the actor is somewhere
     self._status: int | None = None
     self._end = actor.run.options(max_task_retries=0).remote(command, str(log), meeting)
 
@@ -188,8 +189,14 @@ class RemoteProcess(Process):
     return self._status
 
   def send_signal(self, number: int) -> None:
-    """Sends a signal; for SIGKILL the actor is killed with its process, and Ray restarts it."""
-    if number == signal.SIGKILL:
+    """Sends a signal; for SIGKILL the actor is killed with its process, and Ray restarts it.
+
+    Where Ray waits for the actor's resources nothing runs: a signal that ends a process ends this.
+    """
+    ends = number in (signal.SIGTERM, signal.SIGKILL)
+    if ends and not ray.wait([self._placed], timeout=0)[0]:
+      self._status = -number
+    elif number == signal.SIGKILL:
       ray.kill(self._actor, no_restart=False)
     else:
       self._actor.signal.options(max_task_retries=0).remote(int(number))
@@ -221,7 +228,10 @@ def connect(address: str) -> bool:
     try:
       ray.init(address=address or "local", **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-      fix = "give HOST:PORT of a running head node, as `ray start --head` prints it"
+      fix = (
+        "give HOST:PORT of a running head node, as `ray start --head` prints it, and set"
+        " RAY_AUTH_MODE=token if it says that token authentication is enabled"
+      )
       rule = f"cannot be joined ({_line(error)})"
       raise refusal("--ray_address", address, rule, fix) from error
   return True

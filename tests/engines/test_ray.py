@@ -202,20 +202,44 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
   assert made[3] == "b" and started == [{"TPU": 4}] * 2
 
 
+class RemoteActor:
+  """Stands for a handle of Ray's: its calls are noted, as (retries, argument)."""
+
+  def __init__(self):
+    self.calls: list[tuple[int, object]] = []
+    self.run = self.signal = types.SimpleNamespace(options=self._options)
+    self.__ray_ready__ = types.SimpleNamespace(remote=lambda: "placed")
+
+  def _options(self, max_task_retries):
+    return types.SimpleNamespace(
+      remote=lambda *call: self.calls.append((max_task_retries, call[0]))
+    )
+
+
 @needs_ray
-def test_a_signal_is_for_one_life():
+def test_a_signal_is_for_one_life(monkeypatch):
   """Ray would repeat it for the next life, and tell the user that the actor was killed."""
-  from ddiloco.engines.ray import RemoteProcess
+  from ddiloco.engines import ray as engine
 
-  sent: list[tuple[int, int]] = []
+  monkeypatch.setattr(engine.ray, "wait", lambda promises, timeout: (promises, []))
+  actor = RemoteActor()
+  engine.RemoteProcess(actor, ["command"], Path("log")).send_signal(signal.SIGTERM)
+  assert actor.calls == [(0, ["command"]), (0, signal.SIGTERM)]
 
-  def options(max_task_retries):
-    return types.SimpleNamespace(remote=lambda *call: sent.append((max_task_retries, call[0])))
 
-  method = types.SimpleNamespace(options=options)
-  actor = types.SimpleNamespace(run=method, signal=method)
-  RemoteProcess(actor, ["command"], Path("log")).send_signal(signal.SIGTERM)
-  assert sent == [(0, ["command"]), (0, signal.SIGTERM)]
+@needs_ray
+def test_a_role_for_which_ray_has_no_place_ends_at_once_and_has_lost_nothing(monkeypatch):
+  """The end of a run waited for it, and said that its work was lost."""
+  from ddiloco.engines import ray as engine
+
+  monkeypatch.setattr(engine.ray, "wait", lambda promises, timeout: ([], promises))
+  monkeypatch.setattr(engine.ray, "kill", lambda *_, **__: pytest.fail("nothing runs"))
+  for number in (signal.SIGTERM, signal.SIGKILL):
+    process = engine.RemoteProcess(RemoteActor(), ["command"], Path("log"))
+    process.send_signal(signal.SIGCONT)
+    assert process.poll() is None
+    process.send_signal(number)
+    assert process.poll() == -number
 
 
 @needs_ray
