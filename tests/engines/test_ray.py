@@ -312,9 +312,11 @@ def run(tmp_path_factory):
   folder = tmp_path_factory.mktemp("ray")
   kill = {"action": "kill", "role": "learner-1", "at_step": 80, "seconds": 0.0}
   # With a quorum of two, training starts with both, and is not over before both are back.
-  # A pace leaves the cores to the one that comes back.
+  # A pace leaves the cores to the one that comes back, which has two processes.
   sync = {"num_shards": 1, "min_quorum": 2}
-  config = tiny(steps=400, min_step_seconds=0.02, sync=sync, chaos={"faults": [kill]})
+  islands = {"num_learners": 2, "batch_size": 2, "min_step_seconds": 0.02}
+  islands["overrides"] = {"1": {"devices": 2, "hosts": 2, "fsdp": 2}}
+  config = tiny(steps=400, islands=islands, sync=sync, chaos={"faults": [kill]})
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("OF_TEST", str(folder))
     run = RealRun(folder, config, "train", "--engine=ray", "--cpu")
@@ -343,6 +345,7 @@ def test_ray_started_it_again_and_the_survivor_never_waited(run):
   _, workdir, said, _ = run
   assert [e.target for e in events_of(workdir, "restart")] == ["learner-1"], said
   assert [e.reason for e in events_of(workdir, "exit")] == ["killed by plan, back in 0 s"]
+  assert [e.hosts for e in events_of(workdir, "started", "learner-1")] == [2, 2]
   first, second = events_of(workdir, "joined", "learner-1")
   assert second.incarnation > first.incarnation
   steps = events_of(workdir, "step", "learner-0")
