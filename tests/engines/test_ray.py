@@ -211,9 +211,11 @@ class RemoteActor:
     self.__ray_ready__ = types.SimpleNamespace(remote=lambda: "placed")
 
   def _options(self, max_task_retries):
-    return types.SimpleNamespace(
-      remote=lambda *call: self.calls.append((max_task_retries, call[0]))
-    )
+    def remote(*call):
+      self.calls.append((max_task_retries, call[0]))
+      return "under way"
+
+    return types.SimpleNamespace(remote=remote)
 
 
 @needs_ray
@@ -221,25 +223,29 @@ def test_a_signal_is_for_one_life(monkeypatch):
   """Ray would repeat it for the next life, and tell the user that the actor was killed."""
   from ddiloco.engines import ray as engine
 
-  monkeypatch.setattr(engine.ray, "wait", lambda promises, timeout: (promises, []))
   actor = RemoteActor()
-  engine.RemoteProcess(actor, ["command"], Path("log")).send_signal(signal.SIGTERM)
+  monkeypatch.setattr(engine.ray, "wait", lambda refs, timeout: (refs if "placed" in refs else [],))
+  process = engine.RemoteProcess(actor, ["command"], Path("log"))
+  assert process.poll() is None
+  process.send_signal(signal.SIGTERM)
   assert actor.calls == [(0, ["command"]), (0, signal.SIGTERM)]
 
 
 @needs_ray
-def test_a_role_for_which_ray_has_no_place_ends_at_once_and_has_lost_nothing(monkeypatch):
-  """The end of a run waited for it, and said that its work was lost."""
+def test_a_role_for_which_ray_has_no_place_is_not_begun_and_ends_at_once(monkeypatch):
+  """The end of a run waited for it, and said that its work was lost. While a node was being lost
+  each start failed at once, and the role was given up."""
   from ddiloco.engines import ray as engine
 
-  monkeypatch.setattr(engine.ray, "wait", lambda promises, timeout: ([], promises))
+  monkeypatch.setattr(engine.ray, "wait", lambda refs, timeout: ([],))
   monkeypatch.setattr(engine.ray, "kill", lambda *_, **__: pytest.fail("nothing runs"))
   for number in (signal.SIGTERM, signal.SIGKILL):
-    process = engine.RemoteProcess(RemoteActor(), ["command"], Path("log"))
+    actor = RemoteActor()
+    process = engine.RemoteProcess(actor, ["command"], Path("log"))
     process.send_signal(signal.SIGCONT)
-    assert process.poll() is None
+    assert process.poll() is None and not actor.calls
     process.send_signal(number)
-    assert process.poll() == -number
+    assert process.poll() == -number and not actor.calls
 
 
 @needs_ray
