@@ -32,6 +32,12 @@ def end_now(status: int) -> NoReturn:
     # RuntimeError: a signal's handler ends the process, and a print of this thread is under way.
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
       stream.flush()
+  if util := sys.modules.get("multiprocessing.util"):
+    # Of that shutdown only this is not left out: the folder in /tmp with the fork server's socket.
+    with contextlib.suppress(Exception):
+      for each in [*util._finalizer_registry.values()]:
+        if each._callback is util._remove_temp_dir:
+          each()
   os._exit(status)
 
 

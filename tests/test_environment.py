@@ -181,3 +181,20 @@ print("fine")
 
 def test_a_process_takes_as_many_descriptors_as_the_system_lets_it_have():
   assert subprocess.check_output([sys.executable, "-c", RAISES]) == b"fine\n"
+
+
+ENDS = """
+from multiprocessing import util
+from ddiloco import environment
+
+print(util.get_temp_dir())
+environment.end_now(130)
+"""
+
+
+def test_a_process_that_ends_at_once_leaves_no_folder_behind():
+  """Each run of processes that was stopped left one, with the socket of its fork server."""
+  done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True)
+  folder = done.stdout.strip()
+  assert done.returncode == 130 and folder, done.stderr
+  assert not Path(folder).exists()

@@ -8,12 +8,15 @@ ends, and logs which host it was. The engine starts all of them again, and no ot
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
-import ssl
+import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,7 +31,7 @@ from ddiloco.network import host_links
 from ddiloco.network.keys import require_keys
 from ddiloco.network.transport import learner_address
 from ddiloco.network.webserver import START_SECONDS, Health
-from ddiloco.observe.guards import say
+from ddiloco.observe.guards import exited, say
 from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.workdir import COMPILED
@@ -61,11 +64,21 @@ def check_hosts(config: Config, number: int, place: RoleSpec) -> None:
 def _agreed(
   config: Config, number: int, place: RoleSpec, data_digest: str
 ) -> host_links.IslandIdentity:
-  """Each host reads its own rows of a batch, so they must have the same data too."""
-  digest = hashlib.sha256(config.to_json().encode()).hexdigest()[:16]
-  agreed = f"{digest} with data {data_digest}" if data_digest else digest
-  hosts = config.islands.island(number).hosts
-  return host_links.IslandIdentity(place.run_id, agreed, number, hosts)
+  """Each host reads its own rows of a batch and compiles its own programs, so they must have the
+  same data, the same custom parts and the same JAX too."""
+  import jax
+
+  digest = lambda text: hashlib.sha256(text.encode()).hexdigest()[:16]
+  parts = initial.sources(config)
+  return host_links.IslandIdentity(
+    run_id=place.run_id,
+    config=digest(config.to_json()),
+    learner=number,
+    hosts=config.islands.island(number).hosts,
+    data=data_digest,
+    custom=digest(json.dumps(parts)) if any(parts.values()) else "",
+    jax=jax.__version__,
+  )
 
 
 def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, host: int) -> None:
@@ -118,11 +131,13 @@ class Hosts:
       each.values.receive()
 
   def part(self) -> None:
-    """Leaves JAX's group of hosts; the work is over, and the other hosts know it."""
-    import jax
-
+    """Waits until the other hosts, which know that the work is over, have ended: JAX would end one
+    that has not when this process is gone, which serves their group."""
     self._watch.end()
-    jax.distributed.shutdown()
+    seconds = self._runner.config.network.silence_seconds
+    for host, each in self.links.items():
+      gone = lambda each=each: FINISHED if each.orders.gone(seconds) else None
+      exited(SimpleNamespace(poll=gone), seconds, f"host {host} of this island")
 
   def _order_seconds(self, reading: bool) -> float:
     """How long an order may take; before the usual step is known, programs are loaded.
@@ -142,7 +157,7 @@ class Hosts:
   def _lost(self, host: int | None, reason: str) -> None:
     """Ends the whole process, since its main thread may wait inside a program for ever."""
     runner = self._runner
-    if runner.stop.is_set() and self.progress.done <= COMPILED_ORDERS:
+    if runner.stop.is_set() and not runner.began:
       runner.end_early()  # all hosts were asked to end, and one was quicker
     who = "this island" if host is None else f"host {host} of this island"
     text = f"{who} is lost: {reason}. All its hosts end, to start again together"
@@ -168,6 +183,7 @@ class FollowingHost:
     self.asked = threading.Event()  # to end
     self._heard: list[int] = []  # the signals that have asked
     self.joined = threading.Event()  # with the others, as one JAX
+    self._began = False  # to train
     # Probes find a process that hangs as a whole; what its work waits for, host 0 finds.
     self._health = Health(self._status)
     self._told = 0.0  # since when it waited for the batch that it has reported as late
@@ -191,7 +207,7 @@ class FollowingHost:
         name_lost_host()
         self._fail(error, BAD_USAGE if lasts(error) else LOST)
     self._health.close()
-    self._say(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
+    self._say(f"ends after {time.time() - began:.0f} s with its island")
     return self._place.asked_status(self._heard) if self.asked.is_set() else FINISHED
 
   def _say(self, text: str) -> None:
@@ -229,13 +245,13 @@ class FollowingHost:
       )
 
   def _lost(self, host: int | None, reason: str) -> None:
-    if self.asked.is_set() and self.progress.done <= COMPILED_ORDERS:
+    if self.asked.is_set() and not self._began:
       self._end_early()  # host 0 was asked to end as well, and was quicker
     self._say(f"host 0 is lost: {reason}; it ends, to start again with it")
     os._exit(LOST)
 
   def _fail(self, error: Exception, status: int = LOST) -> None:
-    traceback.print_exception(error)
+    say("".join(traceback.format_exception(error)), sys.stderr)  # its disk may be full, too
     self._say(f"{type(error).__name__}: {error}")
     os._exit(status)
 
@@ -244,6 +260,7 @@ class FollowingHost:
     keys = load_keys(place, learner_address(number))
     from ddiloco.training import data
 
+    plan = initial.make_plan(config)  # executes custom parts, which host 0 compares
     source, patience = data.open_data(config.data), config.network.give_up_seconds
     island = _agreed(config, number, place, data.digest(source))
     self.progress.doing = f"looks for host 0 at {place.hosts}"
@@ -254,15 +271,13 @@ class FollowingHost:
     watch = host_links.HostWatch({0: links}, self.progress, *limits, self._lost)
     _join(coordinator, config, island, place.host)
     self.joined.set()
-    import jax
-
     from ddiloco.training import hosts
     from ddiloco.training.devices import island_devices, kept_in, usable
     from ddiloco.training.island import Island
 
     with kept_in(place.workdir / COMPILED):
       devices = island_devices(config.islands.island(number), usable(), number, place.host)
-      trained = Island(config, number, devices, initial.make_plan(config))
+      trained = Island(config, number, devices, plan)
       stream = data.Stream(source, config, number, trained.rows)
       self.progress.doing = "compiles"
       self._say(f"compiled in {trained.compile():.1f} s; follows host 0")
@@ -273,10 +288,11 @@ class FollowingHost:
         self._lost(0, f"its connection for values has ended ({error})")
       self._fail(error)
 
-    try:
-      links.values.send(READY)
-      hosts.follow(trained, links, stream.iterate, self.progress, failed)
-    except (ConnectionError, ssl.SSLError) as error:
-      self._lost(0, str(error))
+    def read(position: int) -> Iterator[Any]:
+      self._began = True
+      return stream.iterate(position)
+
+    links.values.send(READY)
+    if hosts.follow(trained, links, read, self.progress, failed):
+      self.asked.set()
     watch.end()
-    jax.distributed.shutdown()

@@ -178,18 +178,30 @@ class RemoteProcess(Process):
 
   def __init__(self, actor: Any, command: list[str], log: Path, meeting: Any = ""):
     self._actor, self._log = actor, log
+    self._run = command, str(log), meeting
+    # Ray's promise that the actor is there. Until then a call of `run` might fail, while Ray looks
+    # whether a node is lost, and each time count as a death of the role.
+    self._placed = actor.__ray_ready__.remote()
+    self._end: Any = None  # Ray's promise of the exit status, once the actor is there
     self._status: int | None = None
-    self._end = actor.run.options(max_task_retries=0).remote(command, str(log), meeting)
 
   def poll(self) -> int | None:
     """The exit status, negative for a signal; None while it runs."""
-    if self._status is None and ray.wait([self._end], timeout=0)[0]:
+    if self._status is None and self._end is None and ray.wait([self._placed], timeout=0)[0]:
+      self._end = self._actor.run.options(max_task_retries=0).remote(*self._run)
+    if self._status is None and self._end is not None and ray.wait([self._end], timeout=0)[0]:
       self._status = self._result()
     return self._status
 
   def send_signal(self, number: int) -> None:
-    """Sends a signal; for SIGKILL the actor is killed with its process, and Ray restarts it."""
-    if number == signal.SIGKILL:
+    """Sends a signal; for SIGKILL the actor is killed with its process, and Ray restarts it.
+
+    Where the actor is not there yet nothing runs: a signal that ends a process ends this.
+    """
+    if self._end is None:
+      if number in (signal.SIGTERM, signal.SIGKILL):
+        self._status = -number
+    elif number == signal.SIGKILL:
       ray.kill(self._actor, no_restart=False)
     else:
       self._actor.signal.options(max_task_retries=0).remote(int(number))
@@ -221,7 +233,10 @@ def connect(address: str) -> bool:
     try:
       ray.init(address=address or "local", **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-      fix = "give HOST:PORT of a running head node, as `ray start --head` prints it"
+      fix = (
+        "give HOST:PORT of a running head node, as `ray start --head` prints it, and set"
+        " RAY_AUTH_MODE=token if it says that token authentication is enabled"
+      )
       rule = f"cannot be joined ({_line(error)})"
       raise refusal("--ray_address", address, rule, fix) from error
   return True

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -113,6 +114,7 @@ class RoleRunner:
     progress: how far it is, in words.
     usual_seconds: of one step, None before it is known; 0 of a role without steps.
     health: what probes hear.
+    began: the role checks for signals itself; before that it has no work to lose.
   """
 
   def __init__(self, address: str, config: Config, place: RoleSpec):
@@ -142,7 +144,7 @@ class RoleRunner:
     self._closing = threading.Event()
     self._asked_at = math.inf  # when a signal was first seen to ask it to end
     self._over: Ended | Outnumbered | None = None  # why this life cannot go on
-    self._began = False  # the role checks for signals itself
+    self.began = False
     self._waited = False  # whether the role has waited for a newer life to fall silent
     self._end_at = math.inf  # when the process ends if the role has not begun by then
     self.health = Health(self._status)
@@ -188,8 +190,9 @@ class RoleRunner:
     except Exception as error:  # any error is logged, and the exit status tells of it
       if lasts(error):
         raise  # bad usage; the command line prints the text
-      self.recorder.record(events.Crash(trace=traceback.format_exc()))
-      traceback.print_exc()
+      trace = traceback.format_exc()
+      self.recorder.record(events.Crash(trace=trace))
+      say(trace, sys.stderr)  # a full disk must not keep the process from its end
       self.say(f"crashed: {type(error).__name__}: {error}")
       return LOST
     asked = status == FINISHED and self.stop.is_set()
@@ -299,7 +302,7 @@ class RoleRunner:
         reach the run any more.
       Outnumbered: this life cannot go on, but the role may begin anew.
     """
-    self._began = True
+    self.began = True
     self.health.beat()
     if self._kind in WATCHED:
       self._hangs.beat(self.address, self.usual_seconds())
@@ -376,7 +379,7 @@ class RoleRunner:
   def _hear(self) -> None:
     """Prints that a signal came, and ends a role that has not begun: while it compiles, or restores
     its fragments, it cannot check for signals."""
-    if self._heard and not self._began:
+    if self._heard and not self.began:
       self._end_at = min(self._end_at, time.monotonic() + EARLY_SECONDS)
       if time.monotonic() >= self._end_at:
         self.end_early()

@@ -23,7 +23,7 @@ from ddiloco.core.fragments import owned_by
 from ddiloco.engines.island_hosts import FollowingHost, Hosts, check_hosts, name_lost_host
 from ddiloco.engines.role_process import Ended, RoleRunner, unreached
 from ddiloco.engines.role_spec import RoleSpec, check_spec
-from ddiloco.environment import BAD_USAGE, FINISHED, LOST
+from ddiloco.environment import BAD_USAGE, FINISHED, LOST, end_now
 from ddiloco.network.frames import incarnation_at
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import newest_event
@@ -55,18 +55,19 @@ def run_learner(config: Config, number: int, place: RoleSpec, corpus: Source | N
   """Trains one island on the devices of this process until the run is over, or SIGTERM.
 
   Any number is allowed, also above islands.num_learners: learners come and go during a run.
-  `corpus`: the data, if they are open already.
+  `corpus`: the data, if they are open already. Returns the exit status; of an island of several
+  hosts the process ends here.
   """
   check_spec(config, place)
   check_hosts(config, number, place)
   if _is_finished(learner_address(number), config, place):
     return FINISHED
   if place.host:
-    return FollowingHost(config, number, place).run()
+    end_now(FollowingHost(config, number, place).run())
   with RoleRunner(learner_address(number), config, place) as runner:
     status = runner.run(lambda: _learner(runner, number, corpus))
-  if place.hosts and status == LOST:
-    os._exit(status)  # JAX would wait for the other hosts
+  if place.hosts:
+    end_now(status)  # JAX would wait for the other hosts
   return status
 
 
@@ -130,7 +131,7 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
       hosts.wait_until_compiled()
       leading = LeadingIsland(island, runner.plan, hosts.links, hosts.progress)
       status = live(runner, number, leading, functools.partial(leading.batches, stream.iterate))
-      leading.end()
+      leading.end(runner.stop.is_set())
       return status
 
 

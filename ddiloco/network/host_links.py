@@ -123,6 +123,9 @@ class IslandIdentity(msgspec.Struct, frozen=True):
   config: str  # digest of the whole config
   learner: int
   hosts: int
+  data: str = ""  # digest of the corpus; "": the data are the user's own
+  custom: str = ""  # digest of the sources of the user's own parts; "": there are none
+  jax: str = ""  # its version
 
 
 class HostHello(msgspec.Struct, frozen=True):
@@ -250,7 +253,8 @@ class Meeting:
       if theirs[name] != value:
         return (
           f"its {name} is {theirs[name]!r}, that of host 0 is {value!r}."
-          " Fix: give all hosts of the island the same flags, and the same data"
+          " Fix: give all hosts of the island the same flags, files and data, and install the same"
+          " JAX."
         )
     if hello.host not in self._links or hello.kind not in KINDS:
       return f"there is no host {hello.host} of {self._island.hosts}, or no kind {hello.kind!r}"

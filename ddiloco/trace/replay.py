@@ -25,6 +25,7 @@ from ddiloco.config import ChaosConfig, Config, ConfigError
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, Deltas, new_fragment
 from ddiloco.core.fragments import Plan, gather
+from ddiloco.observe.guards import warn
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.messages import FragmentState
@@ -391,6 +392,14 @@ def _saved(op: Operation) -> bool:
   return isinstance(op, events.Saved) and bool(op.arrays)
 
 
+def _warn_of_hosts(trace: Trace) -> None:
+  """Warns of islands whose sums over devices were not made by one process, as they are here."""
+  lives = (op for op in trace.operations() if isinstance(op, events.Started))
+  if roles := sorted({life.role for life in lives if life.hosts > 1}):
+    rule = "several processes may add over their devices in another order than this one does"
+    warn(f"{', '.join(roles)}: {rule}. Values that differ a little then tell of no fault.")
+
+
 def replay_run(
   workdir: Path,
   trace: Trace,
@@ -423,6 +432,7 @@ def replay_run(
       " as in virtual time. Fix: name a run that has trained."
     )
   initial.warn_of_changes(config, result)
+  _warn_of_hosts(trace)
   replay = Replay(config, trace, islands(config, trace, jax.devices()))
   replay.run(progress)
   if result.exists() and weights.merged_tokens(result) in replay.merged_tokens:

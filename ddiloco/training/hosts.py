@@ -209,9 +209,9 @@ class LeadingIsland:
     self._order("open", position)
     return read(position)
 
-  def end(self) -> None:
-    """Tells the other hosts that the work is over."""
-    self._order("end")
+  def end(self, asked: bool = False) -> None:
+    """Tells the other hosts that the work is over, and whether it is because a host was asked."""
+    self._order("end", asked)
 
   # --- the same calls as of `Island`, on all hosts ------------------------------------------------
 
@@ -379,8 +379,8 @@ def follow(
   read: Callable[[int], Iterator[Batch]],
   progress: Any,
   failed: Callable[[Exception], None],
-) -> None:
-  """Carries out the leader's orders until the order `end`.
+) -> bool:
+  """Carries out the leader's orders until the order `end`; returns whether a host was asked to end.
 
   Args:
     island: over the devices of all hosts, compiled.
@@ -398,6 +398,7 @@ def follow(
   moved = island, links.values, shelf, progress, lambda error: over.is_set() or failed(error)
   threading.Thread(target=_move_values, args=moved, name="values", daemon=True).start()
   batches: Any = None
+  asked: Any = False
   while not over.is_set():
     order = _ORDER.decode(links.orders.receive())
     progress.doing = _words(order)
@@ -417,7 +418,7 @@ def follow(
       case "drop", handles:
         for handle in handles:
           shelf.drop(handle.number)
-      case "end", ():
+      case "end", (asked,):
         over.set()
       case call, arguments:
         mine = (shelf.get(a.number) if isinstance(a, Handle) else a for a in arguments)
@@ -425,6 +426,7 @@ def follow(
         if order.result is not None:
           shelf.put(order.result, result)
     progress.done += 1
+  return asked
 
 
 def _words(order: HostOrder) -> str:

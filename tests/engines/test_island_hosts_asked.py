@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import itertools
 import json
 import os
 import re
@@ -121,11 +123,10 @@ def joins(monkeypatch, links, compile=lambda: 1.0, follow=lambda *_: None):
   monkeypatch.setattr(island_hosts, "_join", lambda *_: None)
   monkeypatch.setattr(island_hosts.initial, "make_plan", lambda _: None)
   monkeypatch.setattr("ddiloco.training.data.open_data", lambda _: None)
-  monkeypatch.setattr("ddiloco.training.data.Stream", lambda *_: SimpleNamespace(iterate=None))
+  monkeypatch.setattr("ddiloco.training.data.Stream", lambda *_: SimpleNamespace(iterate=int))
   monkeypatch.setattr("ddiloco.training.devices.island_devices", lambda *_: None)
   monkeypatch.setattr("ddiloco.training.island.Island", lambda *_: island)
   monkeypatch.setattr("ddiloco.training.hosts.follow", follow)
-  monkeypatch.setattr("jax.distributed.shutdown", lambda: None)
 
 
 def test_it_has_carried_out_its_first_order_when_it_has_compiled(monkeypatch):
@@ -139,6 +140,56 @@ def test_it_has_carried_out_its_first_order_when_it_has_compiled(monkeypatch):
   joins(monkeypatch, links, compile=lambda: said.append(progress.done) or 1.0)
   host._follow()
   assert said == [0, island_hosts.COMPILED_ORDERS]
+
+
+@pytest.mark.parametrize(("asked", "status"), [(True, 143), (False, 0)])
+def test_it_ends_as_one_that_was_asked_when_another_host_was(asked, status, monkeypatch):
+  """Where only host 0 was evicted its status, 0, told Kubernetes that it was done: it was not
+  started again, and host 0 waited for it in vain."""
+  host, watch = FollowingHost(from_dict({}), 0, PLACE), SimpleNamespace(end=int)
+  links = SimpleNamespace(values=SimpleNamespace(send=lambda _: None))
+  monkeypatch.setattr(island_hosts.host_links, "HostWatch", lambda *_, **__: watch)
+  joins(monkeypatch, links, follow=lambda *_: asked)
+  assert host.run() == status
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_it_has_begun_when_it_opens_its_data(opened, monkeypatch):
+  host, watch = FollowingHost(from_dict({}), 0, PLACE), SimpleNamespace(end=int)
+  links = SimpleNamespace(values=SimpleNamespace(send=lambda _: None))
+  monkeypatch.setattr(island_hosts.host_links, "HostWatch", lambda *_, **__: watch)
+
+  def follow(island, links, read, *more):
+    if opened:
+      read(5)
+
+  joins(monkeypatch, links, follow=follow)
+  host._follow()
+  assert host._began == opened
+
+
+def test_data_that_break_off_are_not_taken_for_host_0(monkeypatch):
+  """A storage that hung up was said to be host 0, and nothing was said of the data."""
+  host, lost, watch = FollowingHost(from_dict({}), 0, PLACE), [], SimpleNamespace(end=int)
+  links = SimpleNamespace(values=SimpleNamespace(send=lambda _: None))
+  monkeypatch.setattr(island_hosts.host_links, "HostWatch", lambda *_, **__: watch)
+  monkeypatch.setattr(FollowingHost, "_lost", lambda host, *told: lost.append(told))
+  hung_up = ConnectionResetError("the storage hung up")
+  joins(monkeypatch, links, follow=mock.Mock(side_effect=hung_up))
+  with pytest.raises(ConnectionResetError, match="the storage hung up"):
+    host._follow()
+  assert not lost
+
+
+def test_its_end_needs_no_room_on_the_disk_of_its_log(monkeypatch):
+  """The error that it could not print was raised instead: its process stayed."""
+  full = SimpleNamespace(write=mock.Mock(side_effect=OSError(errno.ENOSPC, "full")), flush=int)
+  monkeypatch.setattr(sys, "stderr", full)
+  monkeypatch.setattr(sys, "stdout", full)
+  monkeypatch.setattr(island_hosts.os, "_exit", sys.exit)
+  with pytest.raises(SystemExit) as ended:
+    FollowingHost(from_dict({}), 0, PLACE)._fail(ValueError("x"))
+  assert ended.value.code == 1 and full.write.called
 
 
 def test_a_host_0_that_compiles_longer_is_not_lost(monkeypatch):
@@ -183,19 +234,24 @@ def test_a_host_ends_at_once_when_asked_before_its_island_has_met(asked, status,
   assert ended.value.code == status
 
 
-@pytest.mark.parametrize(("asked", "done", "status"), [(True, 1, 143), (True, 2, 1), (False, 1, 1)])
+@pytest.mark.parametrize(
+  ("asked", "began", "status"), [(True, False, 143), (True, True, 1), (False, False, 1)]
+)
 def test_of_hosts_that_are_asked_to_end_before_they_have_begun_none_has_lost_work(
-  asked, done, status, monkeypatch
+  asked, began, status, monkeypatch
 ):
   """The first one to end was lost to the others: their status, 1, told of lost work, and counted as
-  a failure of the island."""
+  a failure of the island. So it was while host 0 restored a snapshot, which are orders too."""
+  orders = 40
 
   monkeypatch.setattr(island_hosts.os, "_exit", sys.exit)
   recorder = SimpleNamespace(record=lambda event: None, close=lambda: None)
   leads, follows = Hosts.__new__(Hosts), FollowingHost(from_dict({}), 0, PLACE)
-  leads.progress = follows.progress = HostProgress(done)
+  leads.progress = follows.progress = HostProgress(orders)
+  follows._began = began
   leads._runner = SimpleNamespace(
     stop=threading.Event(),
+    began=began,
     end_early=lambda: sys.exit(143),
     recorder=recorder,
     say=lambda text: None,
@@ -220,9 +276,36 @@ def test_a_host_0_says_no_longer_that_it_waits_for_hosts_that_have_come(monkeypa
   assert said == ["starting"]
 
 
-def test_hosts_with_other_data_are_told_apart():
-  """Each read its rows from data of its own: some rows came twice, and some never."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_host_0_ends_after_the_others_and_waits_for_none_that_hangs(ends, monkeypatch, capsys):
+  """Of one that was killed at the end, or hung, it heard after 100 s, and JAX aborted it."""
+  config = from_dict({"network": {"silence_seconds": 60.0 if ends else 0.05}})
+  seen = [False, False, True] if ends else itertools.repeat(False)
+  looks, watch = iter(seen), mock.Mock()
+  host = Hosts.__new__(Hosts)
+  host._runner, host._watch = SimpleNamespace(config=config), watch
+  link = SimpleNamespace(gone=lambda seconds: next(looks))
+  host.links = {1: SimpleNamespace(orders=link)}
+  host.part()
+  late = "host 1 of this island has not ended within 0.05 s and is waited for no longer"
+  assert (late in capsys.readouterr().err) != ends and watch.end.called
+  assert not ends or not list(looks)
+
+
+def test_what_hosts_must_share_is_told_apart(tmp_path, monkeypatch):
+  """With other data some rows came twice, and some never. With another text of their model, or
+  another JAX, hosts computed parts of different steps."""
   config = from_dict({"islands": {"devices": 2, "hosts": 2}})
-  mine, same, other = (island_hosts._agreed(config, 0, PLACE, data) for data in ("a1", "a1", "b2"))
-  assert mine == same and "with data a1" in mine.config
-  assert mine.config.replace("a1", "b2") == other.config != mine.config
+  agreed = lambda data="a1", config=config: island_hosts._agreed(config, 0, PLACE, data)
+  mine = agreed()
+  assert mine == agreed() and mine.custom == ""
+  assert agreed("b2") == msgspec.structs.replace(mine, data="b2") != mine
+  own = tmp_path / "own.py"
+  custom = from_dict({"model": {"custom": f"{own}:model"}})
+  own.write_text("FACTOR = 1.0")
+  one = agreed(config=custom)
+  own.write_text("FACTOR = 2.0")
+  other = agreed(config=custom)
+  assert one.config == other.config and one.custom != other.custom
+  monkeypatch.setattr("jax.__version__", "0.0.7")
+  assert agreed() == msgspec.structs.replace(mine, jax="0.0.7")

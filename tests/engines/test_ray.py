@@ -202,20 +202,50 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
   assert made[3] == "b" and started == [{"TPU": 4}] * 2
 
 
+class RemoteActor:
+  """Stands for a handle of Ray's: its calls are noted, as (retries, argument)."""
+
+  def __init__(self):
+    self.calls: list[tuple[int, object]] = []
+    self.run = self.signal = types.SimpleNamespace(options=self._options)
+    self.__ray_ready__ = types.SimpleNamespace(remote=lambda: "placed")
+
+  def _options(self, max_task_retries):
+    def remote(*call):
+      self.calls.append((max_task_retries, call[0]))
+      return "under way"
+
+    return types.SimpleNamespace(remote=remote)
+
+
 @needs_ray
-def test_a_signal_is_for_one_life():
+def test_a_signal_is_for_one_life(monkeypatch):
   """Ray would repeat it for the next life, and tell the user that the actor was killed."""
-  from ddiloco.engines.ray import RemoteProcess
+  from ddiloco.engines import ray as engine
 
-  sent: list[tuple[int, int]] = []
+  actor = RemoteActor()
+  monkeypatch.setattr(engine.ray, "wait", lambda refs, timeout: (refs if "placed" in refs else [],))
+  process = engine.RemoteProcess(actor, ["command"], Path("log"))
+  assert process.poll() is None
+  process.send_signal(signal.SIGTERM)
+  assert actor.calls == [(0, ["command"]), (0, signal.SIGTERM)]
 
-  def options(max_task_retries):
-    return types.SimpleNamespace(remote=lambda *call: sent.append((max_task_retries, call[0])))
 
-  method = types.SimpleNamespace(options=options)
-  actor = types.SimpleNamespace(run=method, signal=method)
-  RemoteProcess(actor, ["command"], Path("log")).send_signal(signal.SIGTERM)
-  assert sent == [(0, ["command"]), (0, signal.SIGTERM)]
+@needs_ray
+def test_a_role_for_which_ray_has_no_place_is_not_begun_and_ends_at_once(monkeypatch):
+  """The end of a run waited for it, and said that its work was lost. While a node was being lost
+  each start failed at once, and the role was given up."""
+  from ddiloco.engines import ray as engine
+
+  monkeypatch.setattr(engine.ray, "wait", lambda refs, timeout: ([],))
+  monkeypatch.setattr(engine.ray, "kill", lambda *_, **__: pytest.fail("nothing runs"))
+  for number in (signal.SIGTERM, signal.SIGKILL):
+    actor = RemoteActor()
+    process = engine.RemoteProcess(actor, ["command"], Path("log"))
+    process.send_signal(signal.SIGCONT)
+    assert process.poll() is None and not actor.calls
+    process.send_signal(number)
+    assert process.poll() == -number and not actor.calls
 
 
 @needs_ray
@@ -288,9 +318,11 @@ def run(tmp_path_factory):
   folder = tmp_path_factory.mktemp("ray")
   kill = {"action": "kill", "role": "learner-1", "at_step": 80, "seconds": 0.0}
   # With a quorum of two, training starts with both, and is not over before both are back.
-  # A pace leaves the cores to the one that comes back.
+  # A pace leaves the cores to the one that comes back, which has two processes.
   sync = {"num_shards": 1, "min_quorum": 2}
-  config = tiny(steps=400, min_step_seconds=0.02, sync=sync, chaos={"faults": [kill]})
+  islands = {"num_learners": 2, "batch_size": 2, "min_step_seconds": 0.02}
+  islands["overrides"] = {"1": {"devices": 2, "hosts": 2, "fsdp": 2}}
+  config = tiny(steps=400, islands=islands, sync=sync, chaos={"faults": [kill]})
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("OF_TEST", str(folder))
     run = RealRun(folder, config, "train", "--engine=ray", "--cpu")
@@ -319,6 +351,7 @@ def test_ray_started_it_again_and_the_survivor_never_waited(run):
   _, workdir, said, _ = run
   assert [e.target for e in events_of(workdir, "restart")] == ["learner-1"], said
   assert [e.reason for e in events_of(workdir, "exit")] == ["killed by plan, back in 0 s"]
+  assert [e.hosts for e in events_of(workdir, "started", "learner-1")] == [2, 2]
   first, second = events_of(workdir, "joined", "learner-1")
   assert second.incarnation > first.incarnation
   steps = events_of(workdir, "step", "learner-0")

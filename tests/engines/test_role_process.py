@@ -440,6 +440,16 @@ def test_a_crash_is_logged_and_has_a_status(make, capsys, tmp_path, kind):
   assert "no cable" in event.trace and event.role == "learner-3"
 
 
+def test_a_crash_needs_no_room_on_the_disk_of_its_log(make, monkeypatch):
+  """The error that it could not be printed was raised instead. Host 0 of an island then waited for
+  its other hosts."""
+  full = types.SimpleNamespace(write=mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+  with make() as runner:
+    monkeypatch.setattr(sys, "stderr", full)
+    assert runner.run(mock.Mock(side_effect=ValueError("no cable"))) == LOST
+  assert full.write.called
+
+
 def test_bad_usage_is_for_the_command_line_to_say(make):
   with make() as runner, pytest.raises(ConfigError):
     runner.run(mock.Mock(side_effect=ConfigError("--x: no. Fix: y")))

@@ -183,6 +183,27 @@ def test_a_slice_that_fails_again_and_again_is_given_up(monkeypatch, tmp_path):
   assert len(exits) == config.run.max_restarts + 1 == len(waits)
 
 
+def test_a_slice_that_fails_while_its_island_is_rebuilt_is_waited_for_again(monkeypatch, tmp_path):
+  devices_of, compiles = [], [0.0, jax.errors.JaxRuntimeError(LOST), 0.0]
+  monkeypatch.setattr(devices, "answering", lambda lost: devices_of.append(lost) or lost)
+  monkeypatch.setattr(Island, "compile", mock.Mock(side_effect=compiles))
+  run = replace(CONFIG.run, restart_seconds=0.01)
+  config = replace(CONFIG, run=run, islands=replace(CONFIG.islands, num_learners=1))
+  engine = ThreadsEngine(config, tmp_path, data.open_data(config.data), None)
+  mine = list(engine.islands[0].mesh.devices.flat)
+
+  def train(m, faults, recorder, afresh) -> None:
+    if not devices_of:
+      raise jax.errors.JaxRuntimeError(LOST)
+    engine.stop.set()
+
+  monkeypatch.setattr(engine, "_train", train)
+  assert engine.run().reason == "stopped"
+  assert devices_of == [mine, mine] and not engine._unbuilt
+  exits = [e.reason for e in read_events(tmp_path) if e.kind == "exit" and e.target == "learner-0"]
+  assert len(exits) == 2 and all(LOST in reason for reason in exits)
+
+
 def test_an_island_that_waits_for_its_devices_ends_when_it_is_asked_to(tmp_path, monkeypatch):
   monkeypatch.setattr(devices, "answering", lambda lost: None)
   engine = ThreadsEngine(CONFIG, tmp_path, data.open_data(CONFIG.data), None)

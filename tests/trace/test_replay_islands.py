@@ -86,3 +86,14 @@ def test_a_run_in_virtual_time_has_nothing_to_compare_and_is_refused(tmp_path):
   trace = Trace({"learner-0": [Entry(1, step), Entry(2, saved)]})
   with pytest.raises(ConfigError, match=r"as in virtual time\. Fix: name a run"):
     replay.replay_run(tmp_path, trace)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_it_is_said_that_islands_of_several_processes_may_have_other_bits(hosts, capsys):
+  """A replay in which four devices of two processes had added ended with a difference, which looked
+  like a fault."""
+  lives = [events.Started(role=f"learner-{m}", hosts=hosts if m else 1) for m in range(3)]
+  replay._warn_of_hosts(Trace({life.role: [Entry(1, life)] for life in lives}))
+  said = capsys.readouterr().err
+  assert ("WARNING: learner-1, learner-2: several processes may add" in said) == (hosts > 1)
+  assert bool(said) == (hosts > 1)

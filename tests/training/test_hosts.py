@@ -116,11 +116,11 @@ def test_a_connection_for_values_that_ends_alone_is_told(ended):
   following = threading.Thread(target=hosts.follow, args=args)
   following.start()
   if ended:
-    orders.put(msgspec.msgpack.encode(hosts.HostOrder("end")))
+    orders.put(msgspec.msgpack.encode(hosts.HostOrder("end", (False,))))
     following.join()
   over.set()
   threads.get().join()
-  orders.put(msgspec.msgpack.encode(hosts.HostOrder("end")))
+  orders.put(msgspec.msgpack.encode(hosts.HostOrder("end", (False,))))
   following.join()
   assert told.empty() == ended
 
@@ -214,7 +214,7 @@ def test_arrays_of_a_damaged_snapshot_are_dropped_before_those_of_the_next(led):
   drops = [hosts.HostOrder("drop", (hosts.Handle(each),)) for each in (number, another)]
   assert leader.sent == drops[:1]
   leader.end()
-  assert leader.sent[1:] == [drops[1], hosts.HostOrder("end")]
+  assert leader.sent[1:] == [drops[1], hosts.HostOrder("end", (False,))]
 
 
 def test_an_array_of_the_present_state_makes_room_for_the_one_that_is_restored(led):
@@ -289,7 +289,8 @@ def idle():
 
 
 def test_each_time_an_island_begins_its_hosts_end_their_former_reading(idle):
-  orders = [hosts.HostOrder("open", (5,)), hosts.HostOrder("open", (7,)), hosts.HostOrder("end")]
+  calls = ("open", (5,)), ("open", (7,)), ("end", (True,))
+  orders = [hosts.HostOrder(*call) for call in calls]
   messages, opened = [msgspec.msgpack.encode(each) for each in reversed(orders)], []
 
   class Batches:
@@ -302,7 +303,7 @@ def test_each_time_an_island_begins_its_hosts_end_their_former_reading(idle):
 
   links = SimpleNamespace(orders=SimpleNamespace(receive=messages.pop), values=idle)
   progress = HostProgress()
-  hosts.follow(None, links, Batches, progress, lambda error: None)
+  assert hosts.follow(None, links, Batches, progress, lambda error: None), "one was asked to end"
   assert [(each.position, each.closed) for each in opened] == [(5, True), (7, False)]
   assert progress.done == 3
 
@@ -312,7 +313,7 @@ def test_a_host_that_waits_for_its_data_says_so(idle):
   orders = [
     hosts.HostOrder("open", (5,)),
     hosts.HostOrder("step", (5, 1.0)),
-    hosts.HostOrder("end"),
+    hosts.HostOrder("end", (False,)),
   ]
   messages, said = [msgspec.msgpack.encode(each) for each in reversed(orders)], []
   progress = HostProgress()
@@ -323,7 +324,7 @@ def test_a_host_that_waits_for_its_data_says_so(idle):
 
   links = SimpleNamespace(orders=SimpleNamespace(receive=messages.pop), values=idle)
   island = SimpleNamespace(step=say)
-  hosts.follow(island, links, batches, progress, lambda error: None)
+  assert not hosts.follow(island, links, batches, progress, lambda error: None)
   assert said == [("waits for its next batch", True), ("inside a step", False)]
 
 
