@@ -126,8 +126,8 @@ def seconds(row: dict[str, Any]) -> float:
 
 
 def main() -> None:
-  rows = {**OUTPUT, "default": ROOT / "runs" / "aot.json"}
-  given = options(__doc__, only="", largest=False, mfu=0.4, rows=rows, docs=Path)
+  file = {**OUTPUT, "default": ROOT / "runs" / "aot.json"}
+  given = options(__doc__, only="", largest=False, mfu=0.4, rows=file, docs=Path)
   wanted = [row for row in ROWS if given.only in " ".join(row)]
   require(
     bool(wanted),
