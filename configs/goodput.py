@@ -7,8 +7,8 @@ Hardware:  2 CPU cores that do nothing else, 6 GiB.
 Time:      3 x 5 minutes, and 4 more to start and compile.
 Algorithm: the defaults; a short sync period, so that a kill loses little work. A step lasts at
            least half a second, of which a core is busy for a few hundredths: islands behave as if
-           each had a device of its own. The rate of kills gives data-parallel with checkpoints
-           about the goodput that it has in the paper at 1.2 million chips (27 %).
+           each had a device of its own. The rate of kills was chosen so that data-parallel
+           with checkpoints had about its goodput in the paper at 1.2 million chips (27 %).
 Numbers:   docs/results.md, "Goodput under kills". The experiment measures time, not loss.
 """
 

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, options, run_script
+from common import OUTPUT, ROOT, options, run_script
 
 from ddiloco.checks import require
 
@@ -126,7 +126,7 @@ def seconds(row: dict[str, Any]) -> float:
 
 
 def main() -> None:
-  file = ROOT / "runs" / "aot.json"
+  file = {**OUTPUT, "default": ROOT / "runs" / "aot.json"}
   given = options(__doc__, only="", largest=False, mfu=0.4, rows=file, docs=Path)
   wanted = [row for row in ROWS if given.only in " ".join(row)]
   require(

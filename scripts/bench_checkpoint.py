@@ -5,9 +5,9 @@ busy moments, and compare ratios rather than seconds.
 
 1. Steps. One island and one shard in one process, in turn: a block of steps in which the run takes
    a snapshot, and one in which it takes none. A step lasts from the end of the one before, so that
-   pauses count. Blocks have --block steps of some 0.13 s, so that in the blocks with snapshots they
-   are twice as frequent as in a default run (`sync.snapshot_steps` is 200), and learner and shard
-   both save from this process. The step is kept to one core, so that saving has a core of its own,
+   pauses count. Blocks have --block steps, so that in the blocks with snapshots they are twice as
+   frequent as in a default run (`sync.snapshot_steps` is 200), and learner and shard both save from
+   this process. The step is kept to one core, so that saving has a core of its own,
    as on a real host, where the devices step. `step_ratio` is the median step of a block with a
    snapshot against that of its neighbour without; `mean_step_ratio` compares all time in the blocks
    in the same way. Only a few steps have a save beside them: `saving_step_ratio` is of just these,

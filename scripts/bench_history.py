@@ -64,7 +64,7 @@ def config_of(count: int) -> Config:
 def write(workdir: Path, count: int) -> int:
   """Writes the logs of so many events, all with a loss; returns their bytes."""
   config = config_of(count)
-  workdir.mkdir(parents=True)
+  common.make_folder(workdir, new=True)
   (workdir / "config.json").write_text(config.to_json())
   (workdir / "started").write_text("0")
   logs, written = Logs(workdir), 0

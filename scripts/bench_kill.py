@@ -220,7 +220,7 @@ def main() -> None:
     every=20.0,
     learners=max(2, min(4, len(cores))),
     workdir=(Path, "keeps the run; default: a temporary folder"),
-    picture=Path,
+    picture=common.OUTPUT,
   )
   if len(cores) < 2 or args.learners < 2:
     raise ConfigError("needs Linux, two cores, so that survivors have their own, and --learners=2")

@@ -27,7 +27,7 @@ for _needed in ("ddiloco", "jax"):
 
 from ddiloco import api, environment
 from ddiloco import workdir as workdirs
-from ddiloco.checks import require
+from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog, GrowingLog, read_events
@@ -134,6 +134,33 @@ def several(kind: type[float], separator: str = ",") -> Callable[[str], list[flo
   return numbers
 
 
+def _new_file(text: str) -> Path:
+  """The type of an argument that names a file to write: refused now, and not after hours."""
+  path = Path(text).expanduser()
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()
+  except OSError as error:
+    raise argparse.ArgumentTypeError(f"{path} cannot be written ({error})") from error
+  if path.is_dir():
+    raise argparse.ArgumentTypeError(f"{path} is a folder. Fix: name a file in it")
+  return path
+
+
+OUTPUT = {"type": _new_file}  # a flag
+
+
+def make_folder(path: Path, new: bool = False) -> None:
+  """Makes a folder in that of --workdir, or this itself; `new`: there must be none."""
+  try:
+    path.mkdir(parents=True, exist_ok=not new)
+  except FileExistsError:
+    raise
+  except OSError as error:
+    fix = "choose a directory that you may write to"
+    raise refusal("--workdir", str(path), f"cannot be written ({error})", fix) from error
+
+
 @contextlib.contextmanager
 def folder(kept: Path | None = None) -> Iterator[Path]:
   """A context with the folder of --workdir, which stays, or else with a temporary one."""
@@ -182,7 +209,7 @@ def start(config: Config, workdir: Path, *flags: str, cpu: bool = True) -> subpr
 
   `cpu`: on fake CPU devices.
   """
-  workdir.parent.mkdir(parents=True, exist_ok=True)
+  make_folder(workdir.parent)
   file = workdir.with_name(f"{workdir.name}.json")
   file.write_text(config.to_json())
   command = [*TIED, *PROGRAM, f"--config={file}", f"--workdir={workdir}"]
@@ -301,7 +328,7 @@ class Kept:
   def __init__(self, file: Path, key_of: Callable[[dict[str, Any]], Any]):
     self._file, self._key_of = file, key_of
     self._found: dict[Any, dict[str, Any]] = {}
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
 
   def get(self, key: Any) -> dict[str, Any] | None:
     """The result with this key, if there is one by now."""

@@ -199,7 +199,8 @@ def _errorbars(
 
 
 def _draw_course(axes: Axes, comparison: Comparison) -> None:
-  axes.set_title("Outer gradients of a run from its beginning to its end, M = 4, seed 0")
+  size = comparison.size
+  axes.set_title(f"Outer gradients from a run's beginning to its end, M = 4, {size}, seed 0")
   for colour, row in zip(PALETTE, ("default, M = 4", "H = 6", "DiLoCo, M = 4")):
     for found in comparison.row(row)[:1]:
       for style, name in (("-", "cosine"), ("--", "length"), (":", "rho")):
@@ -222,7 +223,7 @@ def main() -> None:
     seeds=3,
     accelerator=(False, "on this machine's, not its CPU"),
     table=False,
-    picture=Path,
+    picture=common.OUTPUT,
   )
   environment.prepare(1, cpu_only=not options.accelerator)
   workdir, seeds = options.workdir.absolute(), options.seeds

@@ -220,7 +220,7 @@ class Ordeal:
 
   def __init__(self, folder: Path, config: Config, engine: str):
     self.run, self.config, self._folder, self._engine = folder / "run", config, folder, engine
-    self.run.mkdir(parents=True)
+    common.make_folder(self.run, new=True)
     self._storage = Storage(self.run / CHECKPOINTS, initial.make_plan(config).plan_id, print)
     self._start_seconds, self._versions = FIRST_START_SECONDS, dict[int, int]()
     self.counted = collections.Counter[str]()

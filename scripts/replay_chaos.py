@@ -115,7 +115,7 @@ class Bench:
 
   def run(self, config: Config, workdir: Path, stop_at: int | None = None) -> None:
     """Makes one run as `ddiloco train` does; `stop_at`: stops it at that step and resumes it."""
-    workdir.mkdir(parents=True)
+    common.make_folder(workdir, new=True)
     (workdir / "config.json").write_text(config.to_json())
     if stop_at is not None:
       engine = self._engine(config, workdir)

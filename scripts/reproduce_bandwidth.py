@@ -201,7 +201,7 @@ def draw(path: Path) -> None:
 
 
 def main() -> None:
-  args = common.options(__doc__, picture=Path)
+  args = common.options(__doc__, picture=common.OUTPUT)
   ours, error, inside = row_table()
   grid_notes()
   reductions = sites_tables()

@@ -256,7 +256,7 @@ def main() -> None:
     seed=0,
     learners=8,
     workdir=Path,
-    plot=(Path, "draws the picture there"),
+    plot=(common.OUTPUT, "draws the picture there"),
   )
   with common.folder(options.workdir) as folder:
     whole(options, folder)

@@ -7,7 +7,7 @@ The protocol's own decisions in virtual time (`ddiloco.simulation`): 4 fast and 
 apart, every step up to 10 % longer by chance, P = H = 24, tau = 2. Assumed: a fast step takes 1 s;
 links of 5 Gbit/s and 10 ms, shards that merge 100 GB/s, hosts that process 100 GB/s, a model of
 2 billion parameters in bf16. With 4 GB/s (one core) a sync leaves grace little slack: participation
-is 33 % with such shards, 17 % with such hosts (`merge_gbytes`, `host_gbytes` below).
+is 30 % with such shards, 17 % with such hosts (`merge_gbytes`, `host_gbytes` below).
 
 K = 8 is lock-step (`sync.blocking`): learners wait. Otherwise they never wait, and a round commits
 with the pushes that are there. The paper publishes goodput but not its definition, so two readings
@@ -129,7 +129,7 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
   steps, seed = (240, "of a slow island"), (0, "of the times of steps")
-  args = common.options(__doc__, {"steps": 72}, steps=steps, seed=seed, picture=Path)
+  args = common.options(__doc__, {"steps": 72}, steps=steps, seed=seed, picture=common.OUTPUT)
   began = time.monotonic()
   rows = {row: play(row, args.steps, args.seed) for row in ROWS}
   shown = {row: {"published": PUBLISHED.get(row, math.nan)} for row in rows}

@@ -165,7 +165,7 @@ def main() -> None:
     faults=(40, "in each run under faults"),
     kinds={"type": common.names_of(KINDS), "default": ",".join(KINDS)},
     workdir=common.ROOT / "runs" / "quality",
-    picture=Path,
+    picture=common.OUTPUT,
     virtual=False,
     missed={"choices": ["halve", "rebase", "overwrite"], "default": learner.MISSED},
   )

@@ -143,7 +143,7 @@ def draw(found: dict[str, dict[str, float]], path: Path) -> None:
 
 def main() -> None:
   steps, quick = (1200, "of four islands alone"), {"steps": 200, "seeds": 1}
-  args = common.options(__doc__, quick, steps=steps, seeds=2, picture=Path)
+  args = common.options(__doc__, quick, steps=steps, seeds=2, picture=common.OUTPUT)
   began = time.monotonic()
   found = play(args.steps, range(args.seeds))
   common.show({**found, **{f"published, {name}": of for name, of in PUBLISHED.items()}})

@@ -119,7 +119,9 @@ def draw(goodput: dict[str, np.ndarray], worst: float, path: Path) -> None:
 
 def main() -> None:
   quick = {"seeds": 1, "days": 10.0}
-  args = common.options(__doc__, quick, seeds=5, days=30.0, picture=Path, sensitivity=False)
+  args = common.options(
+    __doc__, quick, seeds=5, days=30.0, picture=common.OUTPUT, sensitivity=False
+  )
   days, seeds = args.days, args.seeds
   found = table(Fleet(days=days), range(seeds))
   goodput = {row: cells[:, :, 0].mean(axis=1) for row, cells in found.items()}

@@ -130,7 +130,9 @@ def legend(axes: Axes) -> None:
 
 
 def main() -> None:
-  options = common.options(__doc__, picture=Path("docs/round.png"), islands=4)
+  options = common.options(
+    __doc__, picture={**common.OUTPUT, "default": Path("docs/round.png")}, islands=4
+  )
   run = play(options.islands)
   commit = chosen(run, options.islands)
   with common.picture(options.picture, 5.6) as (_, (axes,)):

@@ -73,14 +73,14 @@ def launch(arguments: list[str]) -> int:
 
 def _add_flags(given: Flags, run_class: type) -> None:
   given.add("name", "", "Of the run; all that is made begins with it.")
-  given.add("image", "", "Container image with ddiloco[tpu,gcs].")
+  given.add("image", "", "Container image with ddiloco[tpu,gcs,tokenizers].")
   given.add("bucket", "", "gs://BUCKET/FOLDER of the snapshots.")
   given.add("keys", "keys", "Folder that `ddiloco keys` made.")
   given.add(
     "place",
     [],
     "WHERE=0,2-3: these islands are in this cluster (a kubectl context) or zone. Once for each;"
-    " on GKE shards and evaluator are where learner 0 is.",
+    " on GKE shards and evaluator are where learner 0 is",  # absl goes on after this text
   )
   given.add("spot", False, "Islands on machines that may be taken away.")
   given.add("max_restarts", 10, "Failures of an island or shard, after which it is given up.", 0)

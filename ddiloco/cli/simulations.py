@@ -294,7 +294,7 @@ def compile_islands(arguments: list[str]) -> int:
     "level",
     ["O0", "O1", "O2", "O3", "UNKNOWN"],
     "Of the compiler's search for quick programs: UNKNOWN is what islands run, and searches minutes"
-    " long for the quickest tiles; O0 takes about as much memory, and a third of the time.",
+    " long for the quickest tiles; O0 takes about as much memory, and a fraction of the time.",
   )
   given.add("json", False, "Print one JSON object instead of text.")
   given.parse(compile_islands.__doc__)

@@ -143,7 +143,8 @@ def _train(
       rule = f"islands trained on {', '.join(sorted(kinds))}, which this process does not use"
       fix = "give another run sync.num_shards = 0 and --engine=threads: its islands train alone"
       require(kinds <= here, "run.compare_alone", True, rule, fix)
-      steps = max(island.global_step for island in run.islands.values())
+      # Not those that were lost and made again; and the global step may be ahead of every island's.
+      steps = max(min(island.steps, island.global_step) for island in run.islands.values())
       return _train_alone(config, workdir, corpus, heldout, runner, steps)
 
     try:

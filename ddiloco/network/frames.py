@@ -267,8 +267,8 @@ def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
     )
   if greeting.plan_id != run.plan_id:
     return (
-      "this run was started with other settings of model, data, inner, sync, outer, seed or"
-      f" run.total_tokens ({run.plan_id}, not {greeting.plan_id})."
+      "this run was started with other settings of model, data, inner, sync, outer, seed,"
+      f" run.total_tokens or run.init_from ({run.plan_id}, not {greeting.plan_id})."
       " Fix: give all roles the same --config"
     )
   return ahead(greeting.incarnation)

@@ -182,12 +182,12 @@ class RunState:
     if len(there) < 2:
       return ""
     alone = {m for m in recent if m >= 0}
-    who = f"island {min(alone)}" if len(alone) == 1 else "one island at a time"
+    who = f"island {min(alone)} alone" if len(alone) == 1 else "only one island each"
     others = sorted(m for m in there if alone != {m} and self.islands[m].missed_reason)
     reasons = [f"island {m}: {self.islands[m].missed_reason}" for m in others[:SHOWN_REASONS]]
     why = f" Why: {'; '.join(reasons)}." if reasons else ""
     return (
-      f"{count} of the last {needed} rounds merged {who} alone, of {len(there)}: what the"
+      f"{count} of the last {needed} rounds merged {who}, of {len(there)}: what the"
       f" others do is not in the global model.{why} sync.min_quorum allows it."
     )
 

@@ -102,11 +102,12 @@ def test_the_report_says_on_which_day_its_run_began(tmp_path):
 
 
 def test_steps_are_those_of_all_starts_of_a_run(tmp_path, monkeypatch):
-  """Learner 0 made 8 steps, one of them twice."""
+  """Learner 0 made 8 steps, one of them twice; learner 1 two, and came when the run was far."""
   (tmp_path / "events").mkdir()
   log = [made(float(n), "learner-0", "step", step=n, global_step=n) for n in range(1, 6)]
   log += [made(60.0 + n, "learner-0", "step", 1, step=n, global_step=n) for n in range(5, 9)]
   log.append(made(5.0, "learner-1", "step", step=1, global_step=1))
+  log.append(made(71.0, "learner-1", "step", step=2, global_step=20))
   log.append(made(70.0, "evaluator", "evaluation", loss=2.0))
   for role in ("learner-0", "learner-1", "evaluator"):
     mine = [each for each in log if each.role == role]
@@ -116,8 +117,8 @@ def test_steps_are_those_of_all_starts_of_a_run(tmp_path, monkeypatch):
   ended = RunResult("finished", params(3), {})
   assert train(tmp_path, ended, lambda tree: 1.0, config_of(compare_alone=True)) == 0
   known = json.loads((tmp_path / OUTCOME).read_text())
-  assert known["learner_steps"] == {"0": 9, "1": 1}
-  assert known["steps_alone"] == 8, "islands alone train as long as the run, not what it lost too"
+  assert known["learner_steps"] == {"0": 9, "1": 2}
+  assert known["steps_alone"] == 8, "as the busiest island, without what it lost: not as the run"
 
 
 def test_islands_of_accelerators_are_not_compared_with_islands_of_a_cpu(

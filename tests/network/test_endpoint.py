@@ -71,7 +71,7 @@ def test_why_greetings_are_refused():
     ({}, "", "not listed here any more"),
     ({"run_id": "b"}, None, "this is run 'run', not 'b'. Fix: "),
     ({"plan_id": "b"}, None, "other settings of model, data"),
-    ({"plan_id": "b"}, None, "(plan, not b). Fix: give all roles the same --config"),
+    ({"plan_id": "b"}, None, "or run.init_from (plan, not b). Fix: give all roles the same"),
     ({"format": 1}, None, "wire format 1, this side"),
     ({"incarnation": ahead}, None, "clock"),
   ]:

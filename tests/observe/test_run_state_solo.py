@@ -55,7 +55,7 @@ def test_it_is_over_when_several_are_merged_again(rounds):
 
 def test_each_on_its_own_is_as_bad(rounds):
   said = fold(rounds((0,), (1,), (2,), (0,), learners=7)).solo
-  assert "merged one island at a time alone, of 7" in said and said.count(LATE) == 4, "not all"
+  assert "merged only one island each, of 7" in said and said.count(LATE) == 4, "not all"
 
 
 def test_the_report_counts_them(rounds):

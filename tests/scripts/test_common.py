@@ -144,6 +144,31 @@ def test_flags_have_defaults_and_quick_ones_and_wrong_ones_are_named(common, mon
   assert "default: 240" in said and "of all (default: 7)" in said
 
 
+@pytest.mark.parametrize("path", ["file/x.png", "folder"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+  common, monkeypatch, capsys, tmp_path, path
+):
+  """It was found out by a traceback after the work, whose result was not even printed."""
+  (tmp_path / "file").touch()
+  (tmp_path / "folder").mkdir()
+  monkeypatch.setattr(sys, "argv", ["some.py", f"--picture={tmp_path / 'new' / 'x.png'}"])
+  assert common.options("text", picture=common.OUTPUT).picture == tmp_path / "new" / "x.png"
+  assert [*(tmp_path / "new").iterdir()] == [], "it is only looked at"
+  monkeypatch.setattr(sys, "argv", ["some.py", f"--picture={tmp_path / path}"])
+  with pytest.raises(SystemExit) as status:
+    common.options("text", picture=common.OUTPUT)
+  assert status.value.code == 2 and f"--picture: {tmp_path / path}" in capsys.readouterr().err
+
+
+def test_a_workdir_that_cannot_be_written_is_refused(common, tmp_path):
+  (tmp_path / "file").touch()
+  with pytest.raises(config_lib.ConfigError, match=r"--workdir = .*cannot be written"):
+    common.make_folder(tmp_path / "file" / "run")
+  common.make_folder(tmp_path)
+  with pytest.raises(FileExistsError):
+    common.make_folder(tmp_path, new=True)
+
+
 def test_a_table_may_be_empty_and_its_columns_stand_apart(common, capsys):
   common.show({})
   common.show({"row": {"seconds_per_sync": 1.5, "a_name_of_16_too": None}})
