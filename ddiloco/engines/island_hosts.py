@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -137,7 +136,7 @@ class Hosts:
     seconds = self._runner.config.network.silence_seconds
     for host, each in self.links.items():
       gone = lambda each=each: FINISHED if each.orders.gone(seconds) else None
-      exited(SimpleNamespace(poll=gone), seconds, f"host {host} of this island")
+      exited(gone, seconds, f"host {host} of this island")
 
   def _order_seconds(self, reading: bool) -> float:
     """How long an order may take; before the usual step is known, programs are loaded.
