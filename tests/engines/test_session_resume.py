@@ -168,6 +168,24 @@ def test_a_run_that_would_not_look_at_its_checkpoints_is_refused(corpus, workdir
   assert "none is looked for" in text
 
 
+@pytest.mark.parametrize("change", [{"sync": {"snapshot_steps": 0}}, {"checkpoint": {"path": "x"}}])
+def test_a_run_that_is_refused_keeps_its_config_and_its_outcome(workdir, change, monkeypatch):
+  """It lost them: a finished run that could not go on with more tokens was not finished any more,
+  and the next command trained its end again."""
+  monkeypatch.chdir(workdir)
+  claim(workdir, endless(), overwrite=False)
+  (workdir / "outcome.json").write_text('{"reason": "finished"}')
+  longer = dataclasses.asdict(endless())
+  longer["run"]["total_tokens"] *= 2
+  for section, fields in change.items():
+    longer[section] |= fields
+  files = lambda: {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
+  before = files()
+  with pytest.raises(ConfigError, match="and none can be read"):
+    session.train(from_dict(longer), workdir)
+  assert files() == before
+
+
 def test_the_events_alone_do_not_matter_if_snapshots_can_be_read(corpus, workdir, capsys):
   config = soon_over(workdir, endless())
   shutil.rmtree(workdir / "events")
