@@ -415,8 +415,11 @@ def _train_alone(
   from ddiloco.engines.threads import ThreadsEngine
 
   print(f"For comparison: every island alone, without a syncer, for {steps} steps each.")
+  # All devices of an island are in this process.
+  overrides = {m: {**own, "hosts": 1} for m, own in config.islands.overrides.items()}
   alone = dataclasses.replace(
     config,
+    islands=dataclasses.replace(config.islands, hosts=1, overrides=overrides),
     sync=dataclasses.replace(config.sync, num_shards=0),
     run=dataclasses.replace(config.run, total_tokens=steps * config.planned_tokens_per_step),
     chaos=dataclasses.replace(config.chaos, faults=()),

@@ -579,13 +579,16 @@ def test_islands_alone_that_do_not_reach_their_end_are_no_comparison(
       return RunResult(reason, {}, {0: {}}, why="none is left")
 
   monkeypatch.setattr("ddiloco.engines.threads.ThreadsEngine", Ends)
-  kill = Fault("kill", "learner-0", at_step=1)
-  config = dataclasses.replace(endless(), chaos=ChaosConfig(faults=(kill,)))
+  kill, several = Fault("kill", "learner-0", at_step=1), {"devices": 2, "hosts": 2}
+  islands = dataclasses.replace(endless().islands, **several, overrides={"1": several})
+  config = dataclasses.replace(endless(), chaos=ChaosConfig(faults=(kill,)), islands=islands)
   heldout = SimpleNamespace(measure=None, loss=lambda tree: 1.0)
   with pytest.raises(error):
     session._train_alone(config, tmp_path, None, heldout, None, 7)
   (alone,) = began
   assert (alone.sync.num_shards, alone.chaos.faults, alone.planned_steps()) == (0, (), 7)
+  each = [alone.islands.island(m) for m in range(2)]  # this process has no other hosts
+  assert [(island.hosts, island.devices) for island in each] == [(1, 2)] * 2
 
 
 def test_a_run_that_is_interrupted_while_it_begins_leaves_no_thread(tmp_path):
