@@ -52,7 +52,8 @@ _ROLES_LIVE = (
 )
 # Sections in which roles of a run may differ; all the rest of the config must be the same.
 FREE_SECTIONS = ("islands", "network", "checkpoint", "run", "chaos")
-# Further fields that may change when a run goes on.
+# Further fields that may change when a run goes on; but a run whose islands train alone, without
+# shards, stays one.
 MAY_CHANGE = ("run.total_tokens", "sync.num_shards", "sync.min_quorum", "sync.snapshot_steps")
 
 
@@ -424,7 +425,8 @@ def _refuse_another(
     rule = f"the run in --workdir={workdir} has {theirs!r}"
     it = f"--config={workdir / 'config.json'} is it"
     fix = f"use the same --config ({it}), or another --workdir"
-    require(name in may_change, name, ours, rule, fix)
+    alone = name == "sync.num_shards" and not (ours and theirs)
+    require(name in may_change and not alone, name, ours, rule, fix)
 
 
 def differences(mine: Config, saved: Config) -> list[tuple[str, Any, Any]]:

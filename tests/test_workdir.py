@@ -261,6 +261,16 @@ def test_single_roles_change_what_a_run_may_change_once_none_of_it_lives(
     workdir.join(tmp_path, changed)  # the other roles
 
 
+@pytest.mark.parametrize(("before", "now"), [(2, 0), (0, 2)])
+def test_islands_that_train_alone_do_not_go_on_with_shards_nor_the_reverse(tmp_path, before, now):
+  """What they had learned was lost, and no replay came to the bits of both halves."""
+  at = lambda count: from_dict({"seed": 3, "sync": {"num_shards": count}})
+  workdir.claim(tmp_path, at(before), overwrite=False)
+  with pytest.raises(ConfigError, match=rf"^sync.num_shards = {now}: the run in .* has {before}"):
+    workdir.check(tmp_path, at(now), overwrite=False)
+  assert not workdir.check(tmp_path, at(now), overwrite=True)
+
+
 def test_a_role_with_more_tokens_leaves_a_run_that_trains_alone(tmp_path):
   workdir.claim(tmp_path, CONFIG, overwrite=False)
   with workdir.held(tmp_path), pytest.raises(ConfigError, match="another process trains in it"):

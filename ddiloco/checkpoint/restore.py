@@ -290,20 +290,39 @@ def go_on(
     whose = f" There are no events here: {storage.path} may be of another run of this name." * alone
     said = f"goes on from snapshot {snapshot}.{lacks}{passed}{whose}"
     print(f"\nThe run in {workdir} {said}", flush=True)
-  elif lost := lost_snapshots(config, workdir, storage, tried):
-    where = "the checkpoints" if storage is None else str(storage.path)
-    raise ConfigError(
-      f"--workdir={workdir}: {lost} Fix: bring {where} back as it was, or the config"
-      " that made it, and give the same command; or add --overwrite to begin anew."
-    )
-  elif is_there(workdir / "events"):
-    again = f"begins again from its initial values: {_why(config)}"
-    print(f"\nThe run in {workdir} {again}.", flush=True)
+  else:
+    refuse_lost(config, workdir, storage, tried)
+    if is_there(workdir / "events"):
+      again = f"begins again from its initial values: {_why(config)}"
+      print(f"\nThe run in {workdir} {again}.", flush=True)
   if storage is not None:
     try:
       storage.forget()
     except OSError as error:
       warn(f"what was never committed cannot be deleted: {error}. The run goes on.")
+
+
+def check_start(config: Config, workdir: Path, storage: Storage | None) -> None:
+  """Refuses what `go_on` would refuse, as far as the names of snapshots tell; changes nothing.
+
+  Raises:
+    ConfigError: there were snapshots, and none is where this config looks for them.
+  """
+  tried = list[str]()
+  if storage is None or storage.newest(lambda snapshot: snapshot, tried) is None:
+    refuse_lost(config, workdir, storage, tried)
+
+
+def refuse_lost(
+  config: Config, workdir: Path, storage: Storage | None, tried: Sequence[str]
+) -> None:
+  """Refuses (ConfigError) to begin a run again that has had snapshots; arguments as of `go_on`."""
+  if lost := lost_snapshots(config, workdir, storage, tried):
+    where = "the checkpoints" if storage is None else str(storage.path)
+    raise ConfigError(
+      f"--workdir={workdir}: {lost} Fix: bring {where} back as it was, or the config"
+      " that made it, and give the same command; or add --overwrite to begin anew."
+    )
 
 
 def _lacks(config: Config, storage: Storage, snapshot: int) -> str:

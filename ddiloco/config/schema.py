@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -294,6 +295,13 @@ class IslandsConfig(IslandConfig):
     """The settings of one learner's island."""
     common = {f.name: getattr(self, f.name) for f in dataclasses.fields(IslandConfig)}
     return IslandConfig(**{**common, **self.overrides.get(str(learner), {})})
+
+  @functools.cached_property
+  def batch_sizes(self) -> tuple[int, ...]:
+    """Of every planned island; one number if all are equal."""
+    own = (self.overrides.get(str(m), {}) for m in range(self.num_learners))
+    sizes = tuple(each.get("batch_size", self.batch_size) for each in own)
+    return sizes if len({*sizes}) > 1 else sizes[:1]
 
 
 # --- How islands exchange what they learn: the protocol, and the network that carries it

@@ -19,7 +19,7 @@ import numpy as np
 from ddiloco import custom
 from ddiloco import workdir as workdirs
 from ddiloco.checkpoint import weights
-from ddiloco.checkpoint.restore import open_storage
+from ddiloco.checkpoint.restore import check_start, open_storage
 from ddiloco.checks import refusal, require, require_one_of
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import fragments
@@ -65,14 +65,17 @@ def train(
   arguments of the engine. `dashboard`: where the run can be watched, None: nowhere. `asked` is set
   if a signal comes when the run is over, and only its end is measured and reported.
   """
-  _plan(config)
+  plan = _plan(config)
   workdirs.refuse_trained(workdir)  # before the data are opened, which may take long
   config = initial.absolute_start(config)
   # Refused now, not when there is a result.
   place = weights.followed if overwrite else weights.replaceable
   place(workdir / workdirs.RESULT, "--workdir")
   goes_on = workdirs.check(workdir, config, overwrite)
-  if not goes_on:
+  if goes_on:
+    storage = open_storage(config, plan, workdir, workdirs.run_name(workdir))
+    check_start(config, workdir, storage)  # its files stay those of the last start
+  else:
     initial.checked_start(config)
     _refuse_own_start(config, workdir, overwrite)
     _refuse_others_snapshots(config, workdir, overwrite)
@@ -413,8 +416,11 @@ def _train_alone(
   from ddiloco.engines.threads import ThreadsEngine
 
   print(f"For comparison: every island alone, without a syncer, for {steps} steps each.")
+  # All devices of an island are in this process.
+  overrides = {m: {**own, "hosts": 1} for m, own in config.islands.overrides.items()}
   alone = dataclasses.replace(
     config,
+    islands=dataclasses.replace(config.islands, hosts=1, overrides=overrides),
     sync=dataclasses.replace(config.sync, num_shards=0),
     run=dataclasses.replace(config.run, total_tokens=steps * config.planned_tokens_per_step),
     chaos=dataclasses.replace(config.chaos, faults=()),

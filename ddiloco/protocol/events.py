@@ -18,7 +18,7 @@ import msgspec
 from ddiloco.checks import is_number
 from ddiloco.config.schema import MAX_FRAGMENTS
 
-LOG_FORMAT = 7  # version of kinds and fields
+LOG_FORMAT = 8  # version of kinds and fields
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -72,7 +72,8 @@ class Started(Event, frozen=True, kw_only=True):
   execution: dict[str, str | int] = {}  # its programs' attention (as chosen), remat, loss_chunks
   flops_per_token: float = 0.0  # forward and backward; 0: the model does not say
   peak_flops_per_second: float = 0.0  # of one device; 0: not known
-  learners: int = 0  # that its config plans; 0: as many as the saved config
+  learners: int = 0  # that its config plans
+  batch_sizes: tuple[int, ...] = ()  # of each of these; one number if all are equal
   planned_steps: int = 0
   fragments: tuple[int, ...] = ()  # of a shard
 

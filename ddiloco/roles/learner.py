@@ -417,6 +417,7 @@ class Learner:
       events.Started(
         **self.island.describe(),
         learners=self.config.islands.num_learners,
+        batch_sizes=self.config.islands.batch_sizes,
         planned_steps=self.config.planned_steps(),
       )
     )

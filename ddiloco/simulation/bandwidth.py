@@ -209,6 +209,13 @@ class SyncTime:
     return sum(dataclasses.astuple(self))
 
 
+def pull_waits(setting: Setting) -> tuple[int, float]:
+  """In lock-step learners that are due wait for the pull, while a report goes to the shard and the
+  pull comes back: (how often in a period, seconds)."""
+  turns = min(setting.sync.num_fragments, setting.sync.sync_period)  # at which fragments are due
+  return turns, 2 * setting.latency_seconds if setting.away else 0.0
+
+
 def _copy_outs(setting: Setting) -> list[float]:
   """Mean times of the learners' copy-outs, in steps since they were asked, ascending.
 
@@ -297,7 +304,11 @@ def typical(setting: Setting, size: int) -> TypicalRound:
   if config.blocking:  # all learners copy out together, and wait for the version
     before = sync.encode + sync.push + sync.merge + min(1, setting.away) * setting.latency_seconds
     after = sync.total - before - sync.stage
-    steps = max(config.overlap_steps, sync.total / step)
+    turns, pull_seconds = pull_waits(setting)
+    pulls = max(0.0, config.overlap_steps * turns / config.sync_period - 1)  # of others meanwhile
+    together = (config.num_fragments / turns - 1) / 2  # others due at once, of which half are first
+    seconds = sync.total + together * (sync.total - sync.latency)
+    steps = max(config.overlap_steps + pulls * pull_seconds / step, seconds / step)
     return TypicalRound(steps, 1.0, float(config.sync_period), before, after)
   chance = random.Random(0)
   drawn = [_copied_out(setting, chance) for _ in range(DRAWS)]

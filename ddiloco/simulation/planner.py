@@ -27,7 +27,7 @@ from typing import Any
 from ddiloco.config import SyncConfig
 from ddiloco.config.schema import MAX_STREAMS
 from ddiloco.observe.style import bytes_text
-from ddiloco.protocol import events
+from ddiloco.protocol import events, rules
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES, Exchanged, Setting, SyncTime, TypicalRound
 
@@ -143,10 +143,17 @@ def _pace(setting: Setting, usual: TypicalRound, load: float) -> tuple[float, fl
   period = config.sync_period
   if not config.blocking:
     return max(usual.period_steps, period * load), 1.0
-  waits = sum(
-    count * max(0.0, bandwidth.sync_time(setting, size).total - setting.overlap_seconds)
-    for size, count in collections.Counter(setting.sizes).items()
-  )
+  times = {size: bandwidth.sync_time(setting, size) for size in {*setting.sizes}}
+  due = collections.defaultdict[int, list[SyncTime]](list)  # at a step of the period
+  for p, size in enumerate(setting.sizes):
+    due[rules.place_of(p, config)].append(times[size])
+  turns, pull_seconds = bandwidth.pull_waits(setting)
+  # Learners wait for the pulls of later turns while a version is on its way.
+  hidden = setting.overlap_seconds + config.overlap_steps * turns / period * pull_seconds
+  waits = turns * pull_seconds
+  for each in due.values():  # what is due together shares the links, and waits once for the ways
+    busy = sum(sync.total - sync.latency for sync in each)
+    waits += max(0.0, busy + each[0].latency - hidden)
   seconds = max(setting.period_seconds + waits, setting.period_seconds * load)
   return float(period), setting.period_seconds / seconds
 

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -236,24 +236,28 @@ class ShardArrays(ShardAlgebra):
 # --- Islands of replayed learners: of the same kind and with the same data as in the run
 
 
-def live_config(
-  config: Config, started: events.Started, beside: Iterable[events.Started]
-) -> Config:
+def live_config(config: Config, started: events.Started) -> Config:
   """The config of one incarnation: islands may differ from those in the saved config.
 
-  Incarnations `beside` it are of the same plan: their batches are a part of the order of its data.
+  Of other islands only the batches matter: they are a part of the order of the data.
   """
-  overrides = dict(config.islands.overrides)
-  for each in (*beside, started):
-    mesh = dict(zip(("data", "fsdp", "tensor"), each.mesh))
-    mine = {"devices": each.devices, "batch_size": each.batch_size, "hosts": 1, **each.execution}
-    key = str(parse_role(each.role)[1])
-    overrides[key] = {**overrides.get(key, {}), **mesh, **mine}
-  learners = started.learners or config.islands.num_learners
-  islands = dataclasses.replace(config.islands, num_learners=learners, overrides=overrides)
-  decay_steps = config.inner.decay_steps or started.planned_steps or config.planned_steps()
-  inner = dataclasses.replace(config.inner, decay_steps=decay_steps)
-  return dataclasses.replace(config, islands=islands, inner=inner, chaos=ChaosConfig())
+  mesh = dict(zip(("data", "fsdp", "tensor"), started.mesh))
+  mine = {"devices": started.devices, "batch_size": started.batch_size, **mesh, **started.execution}
+  overrides = {str(m): {"batch_size": size} for m, size in enumerate(started.batch_sizes)}
+  overrides[str(parse_role(started.role)[1])] = mine
+  islands = dataclasses.replace(
+    config.islands,
+    num_learners=started.learners,
+    **dict.fromkeys(("devices", "hosts", "data", "fsdp", "tensor"), 1),
+    batch_size=started.batch_sizes[0],
+    overrides=overrides,
+  )
+  # The quorum may have been lower when there were fewer islands; the exchange needs none here.
+  sync = dataclasses.replace(config.sync, min_quorum=1)
+  live = dataclasses.replace(config, islands=islands, sync=sync, chaos=ChaosConfig())
+  # The schedule ends with the run, whose length may have changed since.
+  total_tokens = started.planned_steps * live.planned_tokens_per_step
+  return dataclasses.replace(live, run=dataclasses.replace(config.run, total_tokens=total_tokens))
 
 
 def islands(
@@ -275,15 +279,12 @@ def islands(
   counts = trace.devices()
   groups = devices.partition(visible, list(counts.values()))
   owned = dict(zip(counts, groups))
-  lives: dict[tuple[int, int], list[events.Started]] = {}  # those of one plan
   for op in trace.operations():
     if isinstance(op, events.Started) and op.mesh:
       _require_kind(op, visible)
-      lives.setdefault((op.learners, op.planned_steps), []).append(op)
 
   def home(started: events.Started) -> Home:
-    learner = parse_role(started.role)[1]
-    live = live_config(config, started, lives[started.learners, started.planned_steps])
+    learner, live = parse_role(started.role)[1], live_config(config, started)
     island = Island(live, learner, owned[learner][: started.devices], plan, shared)
     island.compile()
     return island, data.Stream(corpus, live, learner).batch

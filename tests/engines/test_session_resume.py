@@ -168,6 +168,24 @@ def test_a_run_that_would_not_look_at_its_checkpoints_is_refused(corpus, workdir
   assert "none is looked for" in text
 
 
+@pytest.mark.parametrize("change", [{"sync": {"snapshot_steps": 0}}, {"checkpoint": {"path": "x"}}])
+def test_a_run_that_is_refused_keeps_its_config_and_its_outcome(workdir, change, monkeypatch):
+  """It lost them: a finished run that could not go on with more tokens was not finished any more,
+  and the next command trained its end again."""
+  monkeypatch.chdir(workdir)
+  claim(workdir, endless(), overwrite=False)
+  (workdir / "outcome.json").write_text('{"reason": "finished"}')
+  longer = dataclasses.asdict(endless())
+  longer["run"]["total_tokens"] *= 2
+  for section, fields in change.items():
+    longer[section] |= fields
+  files = lambda: {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
+  before = files()
+  with pytest.raises(ConfigError, match="and none can be read"):
+    session.train(from_dict(longer), workdir)
+  assert files() == before
+
+
 def test_the_events_alone_do_not_matter_if_snapshots_can_be_read(corpus, workdir, capsys):
   config = soon_over(workdir, endless())
   shutil.rmtree(workdir / "events")
@@ -561,13 +579,16 @@ def test_islands_alone_that_do_not_reach_their_end_are_no_comparison(
       return RunResult(reason, {}, {0: {}}, why="none is left")
 
   monkeypatch.setattr("ddiloco.engines.threads.ThreadsEngine", Ends)
-  kill = Fault("kill", "learner-0", at_step=1)
-  config = dataclasses.replace(endless(), chaos=ChaosConfig(faults=(kill,)))
+  kill, several = Fault("kill", "learner-0", at_step=1), {"devices": 2, "hosts": 2}
+  islands = dataclasses.replace(endless().islands, **several, overrides={"1": several})
+  config = dataclasses.replace(endless(), chaos=ChaosConfig(faults=(kill,)), islands=islands)
   heldout = SimpleNamespace(measure=None, loss=lambda tree: 1.0)
   with pytest.raises(error):
     session._train_alone(config, tmp_path, None, heldout, None, 7)
   (alone,) = began
   assert (alone.sync.num_shards, alone.chaos.faults, alone.planned_steps()) == (0, (), 7)
+  each = [alone.islands.island(m) for m in range(2)]  # this process has no other hosts
+  assert [(island.hosts, island.devices) for island in each] == [(1, 2)] * 2
 
 
 def test_a_run_that_is_interrupted_while_it_begins_leaves_no_thread(tmp_path):

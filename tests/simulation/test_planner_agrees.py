@@ -77,6 +77,13 @@ GRID = {
     *(3, 6.0, (4, 1, 1), 4, 40, 0),
     {"sync_period": 8, "overlap_steps": 1, "num_fragments": 3, "min_quorum": 3, "blocking": True},
   ),
+  "lock-step, far apart": (
+    *(3, 0.5, 1, 50, 0, 150),
+    {
+      **{"sync_period": 12, "overlap_steps": 3, "num_fragments": 8, "num_shards": 3},
+      **{"min_quorum": 3, "blocking": True, "push_codec": "int4", "publish_codec": "int8"},
+    },
+  ),
   "lock-step": (
     *(4, 1.0, 4, 20, 100, 50),
     {"sync_period": 24, "overlap_steps": 1, "min_quorum": 4, "blocking": True},
