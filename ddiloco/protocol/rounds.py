@@ -18,6 +18,8 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
   todo: list[SyncerAction] = []
   if not state.recovery_over(now):
     return state, todo
+  if now < state.recovery_deadline:  # all were here: one that leaves later is awaited no more
+    state = replace(state, recovery_deadline=-math.inf)
   waiting: list[int] = []
   for i in sorted(state.dirty):
     f = state.fragments[i]

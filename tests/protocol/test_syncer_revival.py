@@ -25,6 +25,7 @@ from ddiloco.protocol.messages import (
   MADE,
   NOTHING,
   FragmentState,
+  Goodbye,
   Publish,
   Pull,
   Report,
@@ -120,6 +121,19 @@ def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
     for each in reports:
       state, _ = says.shard_on(state, Received(each, 10.0))
     assert bool(state.under_way) == started
+
+
+def test_a_learner_that_was_here_and_left_is_awaited_no_more():
+  """All others waited for the recovery deadline: work of a run that was stopped soon was lost."""
+  fragments = FragmentState(0), FragmentState(1)
+  state = syncer.init(0, 5, fragments, ALONE, 1 << 60, 50.0, planned_learners=2)
+  for m in (0, 1):
+    state, _ = says.shard_on(state, Received(says.report(m, 0, 0, 0.1, (0, 0), (0, 0)), 10.0))
+  state, _ = says.shard_on(state, Received(Goodbye(0, 0), 11.0))
+  assert not state.under_way, "none is due"
+  ready = says.report(1, 0, 9, 0.1, (0, 0), (2, 2))
+  state, _ = says.shard_on(state, Received(ready, 12.0))
+  assert state.under_way.keys() == {0, 1}
 
 
 # --- recording ------------------------------------------------------------------------------------
