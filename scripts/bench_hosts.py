@@ -105,7 +105,7 @@ def as_host(bench: bench_overhead.Bench, host: int, url: str, syncer: str, folde
   else:
     leading = hosts.LeadingIsland(island, bench.plan, links, host_links.HostProgress())
     found = measured(bench, leading, syncer)
-    leading.end()
+    leading.end(asked=False)
     (folder / "measured.json").write_text(json.dumps(found))
   (folder / f"notes-{host}.json").write_text(json.dumps(notes))
   jax.distributed.shutdown()

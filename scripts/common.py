@@ -56,7 +56,7 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
   try:
     with environment.reader_may_leave():
       status = main()
-  except (ConfigError, FileExistsError) as error:
+  except ConfigError as error:
     print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
     status = environment.BAD_USAGE
   except KeyboardInterrupt:
@@ -154,10 +154,8 @@ def make_folder(path: Path, new: bool = False) -> None:
   """Makes a folder in that of --workdir, or this itself; `new`: there must be none."""
   try:
     path.mkdir(parents=True, exist_ok=not new)
-  except FileExistsError:
-    raise
   except OSError as error:
-    fix = "choose a directory that you may write to"
+    fix = f"choose a {'new ' * new}directory that you may write to"
     raise refusal("--workdir", str(path), f"cannot be written ({error})", fix) from error
 
 

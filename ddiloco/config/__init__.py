@@ -89,8 +89,7 @@ class Config:
 
   def tokens_per_step(self, learner: int) -> int:
     """Tokens one inner step of this learner trains on (B * T)."""
-    own = self.islands.overrides.get(str(learner), {})  # checked by `IslandsConfig`
-    return own.get("batch_size", self.islands.batch_size) * self.data.sequence_length
+    return self.islands.batch_size_of(learner) * self.data.sequence_length
 
   @functools.cached_property
   def planned_tokens_per_step(self) -> int:

@@ -296,11 +296,15 @@ class IslandsConfig(IslandConfig):
     common = {f.name: getattr(self, f.name) for f in dataclasses.fields(IslandConfig)}
     return IslandConfig(**{**common, **self.overrides.get(str(learner), {})})
 
+  def batch_size_of(self, learner: int) -> int:
+    """The batch of one learner's island, without the checks of a whole `island`."""
+    size: int = self.overrides.get(str(learner), {}).get("batch_size", self.batch_size)
+    return size
+
   @functools.cached_property
   def batch_sizes(self) -> tuple[int, ...]:
     """Of every planned island; one number if all are equal."""
-    own = (self.overrides.get(str(m), {}) for m in range(self.num_learners))
-    sizes = tuple(each.get("batch_size", self.batch_size) for each in own)
+    sizes = tuple(self.batch_size_of(m) for m in range(self.num_learners))
     return sizes if len({*sizes}) > 1 else sizes[:1]
 
 

@@ -20,6 +20,7 @@ from ddiloco import custom
 from ddiloco import workdir as workdirs
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import check_start, open_storage
+from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.checks import refusal, require, require_one_of
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import fragments
@@ -72,13 +73,13 @@ def train(
   place = weights.followed if overwrite else weights.replaceable
   place(workdir / workdirs.RESULT, "--workdir")
   goes_on = workdirs.check(workdir, config, overwrite)
+  storage = open_storage(config, plan, workdir, workdirs.run_name(workdir))
   if goes_on:
-    storage = open_storage(config, plan, workdir, workdirs.run_name(workdir))
     check_start(config, workdir, storage)  # its files stay those of the last start
   else:
     initial.checked_start(config)
     _refuse_own_start(config, workdir, overwrite)
-    _refuse_others_snapshots(config, workdir, overwrite)
+    _refuse_others_snapshots(config, storage, overwrite)
   corpus = data.open_data(config.data)
   if goes_on:
     known = refuse_other_data(config, workdir, corpus)
@@ -365,11 +366,10 @@ def refuse_other_data(config: Config, workdir: Path, source: data.Source) -> dic
   return known
 
 
-def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> None:
+def _refuse_others_snapshots(config: Config, storage: Storage | None, overwrite: bool) -> None:
   """Refuses to overwrite a run with snapshots outside the workdir: they would not be deleted, and
   the new run would go on from them."""
-  path, name = config.checkpoint.path, workdirs.run_name(workdir)
-  storage = open_storage(config, initial.make_plan(config), workdir, name)
+  path = config.checkpoint.path
   if not (overwrite and path and storage is not None):
     return
   try:
@@ -377,6 +377,7 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
   except OSError as error:
     rule, fix = f"cannot be searched for snapshots ({error})", "choose one you may read and write"
     raise refusal("checkpoint.path", path, rule, fix) from error
+  name = storage.path.name
   rule = f"has snapshots of {name!r}, and --overwrite deletes only what is in workdir"
   fix = "choose another path or name, or delete them yourself"
   require(not there, "checkpoint.path", path, rule, fix)

@@ -278,7 +278,7 @@ class SyncerState(_State, Frozen):
   vector_clock: VectorClock = {}
   # fragment -> rounds up to this one are part of its value here, or their loss is logged
   known_rounds: Mapping[int, int] = {}
-  # Until then no round begins unless all awaited learners are here: they may have newer values.
+  # Until then no round begins before all awaited learners are here: they may have newer values.
   recovery_deadline: float = -math.inf
   planned_learners: int = 0  # awaited until then by a shard that knew no learner
   silent_at: float = math.inf  # no member is lost to silence before this time
@@ -378,7 +378,7 @@ class SyncerState(_State, Frozen):
   def recovery_over(self, now: float) -> bool:
     """Whether the shard awaits no learner that may have a newer value.
 
-    This holds when all learners that it knew are members, or when the time is up. A learner with
+    This holds once all learners that it knew are members, or when the time is up. A learner with
     newer values becomes a member only when they are here (`protocol/syncer.py`).
     """
     if now >= self.recovery_deadline:

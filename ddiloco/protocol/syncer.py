@@ -33,7 +33,7 @@ def init(
 ) -> SyncerState:
   """A shard that owns these fragments: new ones, or the newest commits of an earlier incarnation.
 
-  Before `recovery_deadline` it starts no round unless all learners it knew are back: they may have
+  Before `recovery_deadline` it starts no round until all learners it knew are back: they may have
   newer values. A shard that knew none waits for the planned learners 0, 1, ..., as at the start of
   a run. Its state is not captured for snapshots that its values may already depend on.
 

@@ -209,7 +209,7 @@ class LeadingIsland:
     self._order("open", position)
     return read(position)
 
-  def end(self, asked: bool = False) -> None:
+  def end(self, asked: bool) -> None:
     """Tells the other hosts that the work is over, and whether it is because a host was asked."""
     self._order("end", asked)
 

@@ -165,7 +165,7 @@ def test_a_workdir_that_cannot_be_written_is_refused(common, tmp_path):
   with pytest.raises(config_lib.ConfigError, match=r"--workdir = .*cannot be written"):
     common.make_folder(tmp_path / "file" / "run")
   common.make_folder(tmp_path)
-  with pytest.raises(FileExistsError):
+  with pytest.raises(config_lib.ConfigError, match=r"File exists.*Fix: choose a new directory"):
     common.make_folder(tmp_path, new=True)
 
 

@@ -213,7 +213,7 @@ def test_arrays_of_a_damaged_snapshot_are_dropped_before_those_of_the_next(led):
   another = leader.place(name, value).number
   drops = [hosts.HostOrder("drop", (hosts.Handle(each),)) for each in (number, another)]
   assert leader.sent == drops[:1]
-  leader.end()
+  leader.end(asked=False)
   assert leader.sent[1:] == [drops[1], hosts.HostOrder("end", (False,))]
 
 
