@@ -7,6 +7,7 @@ ends, and logs which host it was. The engine starts all of them again, and no ot
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -129,10 +130,12 @@ class Hosts:
       self._runner.ready = lambda host=host: f"host {host} of its island, which still compiles"
       each.values.receive()
 
-  def part(self) -> None:
-    """Waits until the other hosts, which know that the work is over, have ended: JAX would end one
-    that has not when this process is gone, which serves their group."""
-    self._watch.end()
+  def part(self, end: Callable[[bool], None]) -> None:
+    """Tells the other hosts by `end` that the work is over, and waits until they have ended: JAX
+    would end one that has not when this process is gone, which serves their group."""
+    self._watch.end()  # first: a host that has heard it is gone at once, and not lost
+    with contextlib.suppress(OSError):  # one that is gone already
+      end(self._runner.stop.is_set())
     seconds = self._runner.config.network.silence_seconds
     for host, each in self.links.items():
       gone = lambda each=each: FINISHED if each.orders.gone(seconds) else None

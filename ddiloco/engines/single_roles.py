@@ -88,7 +88,7 @@ def _learner(runner: RoleRunner, number: int, corpus: Source | None) -> int:
   corpus = corpus or data.open_data(runner.config.data)
   hosts = Hosts(runner, number, data.digest(corpus))
   try:
-    status = _train(runner, number, corpus, hosts)
+    return _train(runner, number, corpus, hosts)
   except Exception as error:
     if lasts(error):
       runner.say(str(error))
@@ -96,8 +96,6 @@ def _learner(runner: RoleRunner, number: int, corpus: Source | None) -> int:
       os._exit(BAD_USAGE)  # JAX would wait for the other hosts
     name_lost_host()
     raise
-  hosts.part()
-  return status
 
 
 def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts | None) -> int:
@@ -131,7 +129,7 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
       hosts.wait_until_compiled()
       leading = LeadingIsland(island, runner.plan, hosts.links, hosts.progress)
       status = live(runner, number, leading, functools.partial(leading.batches, stream.iterate))
-      leading.end(runner.stop.is_set())
+      hosts.part(leading.end)
       return status
 
 

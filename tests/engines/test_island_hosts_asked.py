@@ -281,14 +281,18 @@ def test_host_0_ends_after_the_others_and_waits_for_none_that_hangs(ends, monkey
   """Of one that was killed at the end, or hung, it heard after 100 s, and JAX aborted it."""
   config = from_dict({"network": {"silence_seconds": 60.0 if ends else 0.05}})
   seen = [False, False, True] if ends else itertools.repeat(False)
-  looks, watch = iter(seen), mock.Mock()
+  looks, calls = iter(seen), mock.Mock()
   host = Hosts.__new__(Hosts)
-  host._runner, host._watch = SimpleNamespace(config=config), watch
+  host._runner = SimpleNamespace(config=config, stop=threading.Event())
+  host._watch = calls.watch
   link = SimpleNamespace(gone=lambda seconds: next(looks))
   host.links = {1: SimpleNamespace(orders=link)}
-  host.part()
+  calls.tell.side_effect = BrokenPipeError  # it was killed just then
+  host.part(calls.tell)
   late = "host 1 of this island has not ended within 0.05 s and is waited for no longer"
-  assert (late in capsys.readouterr().err) != ends and watch.end.called
+  assert (late in capsys.readouterr().err) != ends
+  first = "one that ended at once, as it was told, was taken for lost, and all its work"
+  assert calls.mock_calls == [mock.call.watch.end(), mock.call.tell(False)], first
   assert not ends or not list(looks)
 
 
