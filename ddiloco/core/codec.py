@@ -180,14 +180,20 @@ def checked(payload: np.ndarray, size: int, codec: str) -> Encoded:
 
 def decode_chunk(encoded: Encoded, size: int, start: int, out: np.ndarray) -> None:
   """Reads a chunk of `size` values into `out` f32, as long as the chunk; see `encode_chunk`."""
-  scales, codes = _part(encoded, size, start)
   with np.errstate(all="ignore"):
-    if encoded.codec == "int4":
-      _unpack(codes, out)
-    else:
-      np.copyto(out, codes)
+    read_codes(encoded, size, start, out)
     if encoded.codec in LEVELS:
+      scales, _ = _part(encoded, size, start)
       _blockwise(np.multiply, out, scales, out)
+
+
+def read_codes(encoded: Encoded, size: int, start: int, out: np.ndarray) -> None:
+  """Like `decode_chunk`, but for the scales: codes of int8 and int4 as f32 values."""
+  _, codes = _part(encoded, size, start)
+  if encoded.codec == "int4":
+    _unpack(codes, out)
+  else:
+    np.copyto(out, codes)
 
 
 def _blockwise(

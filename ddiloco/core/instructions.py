@@ -1,43 +1,44 @@
-"""Operations that numba lacks: memory by address, and 16 values at a time (for `core/kernels.py`).
+"""Operations that numba lacks: memory by address, and many values at a time (`core/kernels.py`).
 
 LLVM vectorizes a loop over arrays only where it can prove that it may, and numba counts references
 to each view of an array. So the loops that take most of a commit's time are written in LLVM's own
-terms: vectors of 16 values, which LLVM splits into as many instructions as the CPU needs. The
-operations are NumPy's, in the same order, and none are fused: the bits are the same on every CPU.
-Addresses are not checked: callers must give addresses inside their arrays.
-
-One function needs a special CPU: AVX-512 looks up 16 values in a table of 16 at once
-(`look_up_16`). Four bits have only 16 values, so an int4 code costs a look-up instead of a
-conversion and two multiplications. `multiply_16` does the same on any CPU, also for int8.
+terms: vectors, which LLVM splits into as many instructions as the CPU needs. The operations are
+NumPy's, and none are fused. Their order is NumPy's, too, but for sums of whole numbers, which are
+exact in any order: the bits are the same on every CPU. Addresses are not checked: callers must give
+addresses inside their arrays.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, config, types
-from numba.core.codegen import get_host_cpu_features
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ddiloco.core.codec import BLOCK
+from ddiloco.core.passes import FINEST, TOGETHER
 
-_CONFIG: Any = config  # Any: its attributes are set at import
-_FEATURES = _CONFIG.CPU_FEATURES if _CONFIG.CPU_FEATURES is not None else get_host_cpu_features()
-LOOKS_UP = "+avx512f" in _FEATURES.split(",")  # whether numba's target CPU has AVX-512
-TOGETHER = 4  # pushes that one call adds
-ROW = 32  # f32 values of a table's row: 16 products, the scale, the unit, and padding
+WIDE = 32  # bytes of each push that one call adds
 
 _NEAREST = float(np.float32(3 << 22))  # to add it and subtract it rounds to nearest, ties to even
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_INFINITE = float("inf")
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS, _BYTES = (ir.VectorType(each, 16) for each in (_F32, _I32, ir.IntType(8)))
+_FLOATS_8, _INTS_8 = (ir.VectorType(each, 8) for each in (_F32, _I32))
+_PAIRS = ir.VectorType(_I32, TOGETHER // 2)
+_WORDS = ir.VectorType(_I16, 16)
+# Places that take two vectors' elements by turns: of words as CPUs do it, within 128 bits.
+_QUARTERS = (0, 1, 2, 3, 8, 9, 10, 11)
+_SIDE_BY_SIDE = [[at + k + vector for k in _QUARTERS for vector in (0, 16)] for at in (0, 4)]
+_IN_TURN = [[at + k + vector for k in range(4) for vector in (0, 8)] for at in (0, 4)]
 
 
 def _same(kind: Any, number: float) -> Any:
-  return ir.Constant(kind, [number] * 16)
+  return ir.Constant(kind, [number] * kind.count)
 
 
 class _Writer:
@@ -55,10 +56,35 @@ class _Writer:
   def _at(self, address: Any, kind: Any, offset: int) -> Any:
     return self.llvm.inttoptr(self.llvm.add(address, _I64(offset)), kind.as_pointer())
 
-  def spread(self, number: Any) -> Any:
-    """A vector of 16 copies of this f32."""
-    one = self.llvm.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _I32(0))
-    return self.llvm.shuffle_vector(one, one, _same(_INTS, 0))
+  def spread(self, number: Any, kind: Any = _FLOATS) -> Any:
+    """A vector of copies of this number."""
+    one = self.llvm.insert_element(ir.Constant(kind, ir.Undefined), number, _I32(0))
+    return self.choose(one, one, [0] * kind.count)
+
+  def choose(self, a: Any, b: Any, places: Sequence[int]) -> Any:
+    """A vector of the elements at these places in `a` and, beyond its end, in `b`."""
+    return self.llvm.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(places)), [*places]))
+
+  def magnitudes(self, bits: Any) -> Any:
+    """Of f32 values, as integers: these sort like them, and NaN sorts last."""
+    return self.llvm.and_(bits, _same(bits.type, 0x7FFFFFFF))
+
+  def largest(self, magnitudes: Any) -> Any:
+    """The largest one, as f32."""
+    name = f"llvm.vector.reduce.umax.v{magnitudes.type.count}i32"
+    return self.llvm.bitcast(self.call(name, _I32, magnitudes), _F32)
+
+  def products(self, a: Any, b: Any) -> Any:
+    """Of two vectors of 16-bit numbers the products, each two neighbours added up."""
+    wide = ir.VectorType(_I32, a.type.count)
+    each = self.llvm.mul(self.llvm.sext(a, wide), self.llvm.sext(b, wide))
+    even, odd = (self.choose(each, each, range(k, a.type.count, 2)) for k in (0, 1))
+    return self.llvm.add(even, odd)
+
+  def rounded(self, values: Any) -> Any:
+    """These f32 values, rounded to whole numbers; ties to even."""
+    nearest = _same(values.type, _NEAREST)
+    return self.llvm.fsub(self.llvm.fadd(values, nearest), nearest)
 
   def each(self, of: Any, count: int) -> list[Any]:
     """The members of a tuple."""
@@ -97,12 +123,27 @@ def _instruction(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any
 _ADDRESS, _NUMBER, _FLAG = types.intp, types.float32, types.boolean
 _PAIR, _TRIPLE, _OF_EACH = (types.UniTuple(_ADDRESS, count) for count in (2, 3, TOGETHER))
 _RATES = types.UniTuple(_NUMBER, 4)
+_FACTORS = types.Tuple([types.int32] * (TOGETHER // 2 + 1) + [_NUMBER])
 
 
 @_instruction(types.uint8, _ADDRESS)
 def read_byte(w: _Writer, there: Any) -> Any:
   """The byte at this address, without an array and its reference count."""
   return w.load(there, ir.IntType(8))
+
+
+@_instruction(_OF_EACH, _ADDRESS, _ADDRESS)
+def moved(w: _Writer, column: Any, offset: Any) -> Any:
+  """TOGETHER addresses, each moved on by so many bytes; `column` is the address of a column of an
+  array [TOGETHER, 2] of them."""
+  found = [w.load(column, _I64, 16 * k) for k in range(TOGETHER)]
+  return tuple(w.llvm.add(each, offset) for each in found)
+
+
+@_instruction(_OF_EACH, _ADDRESS)
+def rows(w: _Writer, first: Any) -> Any:
+  """The addresses of TOGETHER rows of WIDE bytes, of which this is the first one's."""
+  return tuple(w.llvm.add(first, _I64(WIDE * k)) for k in range(TOGETHER))
 
 
 @_instruction(types.void, _ADDRESS)
@@ -117,11 +158,10 @@ def peak(w: _Writer, values: Any) -> Any:
   """The largest magnitude of the block of f32 at this address; NaN if it has a NaN."""
   largest = _same(_INTS, 0)
   for offset in range(0, 4 * BLOCK, 64):
-    # Bits of non-negative floats sort like integers, and NaN sorts last.
-    bits = w.llvm.and_(w.load(values, _INTS, offset), _same(_INTS, 0x7FFFFFFF))
-    larger = w.llvm.icmp_unsigned(">", bits, largest)
-    largest = w.llvm.select(larger, bits, largest)
-  return w.llvm.bitcast(w.call("llvm.vector.reduce.umax.v16i32", _I32, largest), _F32)
+    these = w.magnitudes(w.load(values, _INTS, offset))
+    larger = w.llvm.icmp_unsigned(">", these, largest)
+    largest = w.llvm.select(larger, these, largest)
+  return w.largest(largest)
 
 
 @_instruction(types.UniTuple(types.int32, 2), _ADDRESS, _FLAG)
@@ -140,67 +180,97 @@ def squares_of_block(w: _Writer, codes: Any, int4: Any) -> Any:
   return tuple(w.call("llvm.vector.reduce.add.v16i32", _I32, each) for each in sums)
 
 
-@_instruction(types.void, _ADDRESS, _ADDRESS, _OF_EACH)
-def set_tables(w: _Writer, tables: Any, units: Any, scales: Any) -> None:
-  """Writes f32 [TOGETHER, ROW] at `tables`: for each push, the values of its codes in one block and
-  piece.
+@_instruction(_FACTORS, _ADDRESS, _OF_EACH, _FLAG)
+def factors(w: _Writer, units: Any, scales: Any, int4: Any) -> Any:
+  """What adding up codes takes in one block of a piece (see `passes.Sum`).
 
-  A row has (nibble - 8) * scale * unit of each nibble, then scale and unit. All arguments are
-  addresses: `units` of units side by side, `scales` of each push's scale.
+  These are the pushes' factors (two of 16 bits in an i32), what a sum of products begins with (i32;
+  an int4 code is stored as code + 8), and the largest factor (f32).
+
+  Args:
+    units: address of the pushes' units, side by side.
+    scales: addresses of their scales.
+    int4: whether the codes are.
   """
+  unit, scale = w.load(units, _FLOATS_8), ir.Constant(_FLOATS_8, ir.Undefined)
   for k, there in enumerate(w.each(scales, TOGETHER)):
-    unit, scale, row = w.load(units, _F32, 4 * k), w.load(there, _F32), 4 * ROW * k
-    # Where a unit is 0 the scale may be NaN: use 0. Adding 0 changes no bit of a sum begun at 0.
-    counts = w.llvm.fcmp_unordered("!=", unit, _F32(0.0))
-    scale = w.llvm.select(counts, scale, _F32(0.0))
-    codes = ir.Constant(_FLOATS, [float(nibble - 8) for nibble in range(16)])
-    products = w.llvm.fmul(w.llvm.fmul(codes, w.spread(scale)), w.spread(unit))
-    w.store(products, tables, row)
-    w.store(scale, tables, row + 64)
-    w.store(unit, tables, row + 68)
+    scale = w.llvm.insert_element(scale, w.load(there, _F32), _I32(k))
+  zero = _same(_FLOATS_8, 0.0)
+  counts = w.llvm.fcmp_unordered("!=", unit, zero)  # where a unit is 0 the scale may be NaN
+  factors = w.llvm.select(counts, w.llvm.fmul(scale, unit), zero)
+  top = w.largest(w.magnitudes(w.llvm.bitcast(factors, _INTS_8)))
+  shares = w.llvm.fdiv(factors, w.spread(top, _FLOATS_8))
+  shares = w.rounded(w.llvm.fmul(shares, _same(_FLOATS_8, FINEST)))
+  above, below = w.llvm.fcmp_ordered(">", top, _F32(0)), w.llvm.fcmp_ordered("<", top, _F32(np.inf))
+  whole = w.llvm.fptosi(w.llvm.select(w.llvm.and_(above, below), shares, zero), _INTS_8)
+  surplus = w.llvm.mul(w.call("llvm.vector.reduce.add.v8i32", _I32, whole), _I32(8))
+  begin = w.llvm.select(int4, w.llvm.neg(surplus), _I32(0))
+  pairs = w.llvm.bitcast(w.llvm.trunc(whole, ir.VectorType(_I16, TOGETHER)), _PAIRS)
+  each = [w.llvm.extract_element(pairs, _I32(k)) for k in range(TOGETHER // 2)]
+  return *each, begin, top
 
 
-@_instruction(types.void, _ADDRESS, _ADDRESS, _ADDRESS, _OF_EACH)
-def look_up_16(w: _Writer, low: Any, high: Any, tables: Any, codes: Any) -> None:
-  """Decodes 16 bytes of int4 of each push, and adds them to 16 values at `low` and 16 at `high`.
+# Takes the codes at even places, and those at odd ones, out of pairs of bytes.
+_Take = Callable[[Any], tuple[Any, Any]]
 
-  All arguments are addresses. Tables of low codes come first, then those of high codes.
+
+def _add(
+  w: _Writer, values: Any, factors: Any, codes: Any, take: _Take, powers: Sequence[int]
+) -> None:
+  """Adds the codes in WIDE bytes of each push, times the push's factor, to as many values.
+
+  Most CPUs multiply pairs of 16-bit numbers and add each two products in one instruction: so the
+  codes of two pushes are brought side by side.
+
+  Args:
+    values: address.
+    factors: of `factors`.
+    codes: addresses of the pushes' bytes.
+    take: see `_Take`.
+    powers: of two, by which the codes that `take` returns are multiplied.
   """
-  if not LOOKS_UP:  # compiled, but never called
-    return
-  sums = [w.load(place, _FLOATS) for place in (low, high)]
-  for k, there in enumerate(w.each(codes, TOGETHER)):
-    index = w.llvm.zext(w.load(there, _BYTES), _INTS)
-    for part in range(2):  # the instruction uses the lowest four bits of an index
-      table = w.load(tables, _FLOATS, 4 * ROW * (TOGETHER * part + k))
-      value = w.call("llvm.x86.avx512.permvar.sf.512", _FLOATS, table, index)
-      sums[part] = w.llvm.fadd(sums[part], value)
-      index = w.llvm.lshr(index, _same(_INTS, 4))
-  for place, value in zip((low, high), sums, strict=True):
-    w.store(value, place)
+  *pairs, begin, top = w.each(factors, TOGETHER // 2 + 2)
+  begins = [w.spread(w.llvm.shl(begin, _I32(power)), _INTS_8) for power in powers]
+  sums, there = [begins, begins], w.each(codes, TOGETHER)
+  for k in range(0, TOGETHER, 2):
+    both = w.llvm.bitcast(w.spread(pairs[k // 2], _INTS_8), _WORDS)
+    pushes = [w.load(there[m], _WORDS) for m in (k, k + 1)]
+    for half, places in enumerate(_SIDE_BY_SIDE):
+      words = w.choose(pushes[0], pushes[1], places)
+      products = [w.products(part, both) for part in take(words)]
+      sums[half] = [w.llvm.add(*each) for each in zip(sums[half], products, strict=True)]
+  for half, totals in enumerate(sums):
+    parts = []
+    for total, power in zip(totals, powers, strict=True):
+      whole = w.llvm.sitofp(total, _FLOATS_8)  # exact: below 2**24, but for the power of two
+      share = w.llvm.fmul(whole, _same(_FLOATS_8, 0.5**power / FINEST))
+      parts.append(w.llvm.fmul(share, w.spread(top, _FLOATS_8)))
+    for place, places in zip((32 * half, 64 + 32 * half), _IN_TURN, strict=True):
+      before = w.load(values, _FLOATS_8, place)
+      w.store(w.llvm.fadd(before, w.choose(parts[0], parts[1], places)), values, place)
 
 
-@_instruction(types.void, _ADDRESS, _ADDRESS, _ADDRESS, _OF_EACH, _FLAG)
-def multiply_16(w: _Writer, low: Any, high: Any, tables: Any, codes: Any, int4: Any) -> None:
-  """Like `look_up_16`, on any CPU, and also for int8, which has low codes only."""
+@_instruction(types.void, _ADDRESS, _FACTORS, _OF_EACH)
+def add_low(w: _Writer, values: Any, factors: Any, codes: Any) -> None:
+  """`_add` for the int4 codes in low halves of bytes."""
+  masks = _same(_WORDS, 0x000F), _same(_WORDS, 0x0F00)
+  _add(w, values, factors, codes, lambda pairs: tuple(w.llvm.and_(pairs, m) for m in masks), (0, 8))
 
-  def add(place: Any, part: int) -> None:
-    value = w.load(place, _FLOATS)
-    for k, there in enumerate(w.each(codes, TOGETHER)):
-      packed, row = w.load(there, _BYTES), 4 * ROW * (TOGETHER * part + k)
-      shifted = w.llvm.lshr(w.llvm.zext(packed, _INTS), _same(_INTS, 4 * part))
-      code = w.llvm.sub(w.llvm.and_(shifted, _same(_INTS, 15)), _same(_INTS, 8))
-      if not part:
-        code = w.llvm.select(int4, code, w.llvm.sext(packed, _INTS))
-      product = w.llvm.sitofp(code, _FLOATS)
-      for factor in (row + 64, row + 68):
-        product = w.llvm.fmul(product, w.spread(w.load(tables, _F32, factor)))
-      value = w.llvm.fadd(value, product)
-    w.store(value, place)
 
-  add(low, 0)
-  with w.llvm.if_then(int4):
-    add(high, 1)
+@_instruction(types.void, _ADDRESS, _FACTORS, _OF_EACH)
+def add_high(w: _Writer, values: Any, factors: Any, codes: Any) -> None:
+  """`_add` for the int4 codes in high halves of bytes."""
+  mask, twelve = _same(_WORDS, 0x00F0), _same(_WORDS, 12)
+  take = lambda pairs: (w.llvm.and_(pairs, mask), w.llvm.lshr(pairs, twelve))
+  _add(w, values, factors, codes, take, (4, 0))
+
+
+@_instruction(types.void, _ADDRESS, _FACTORS, _OF_EACH)
+def add_int8(w: _Writer, values: Any, factors: Any, codes: Any) -> None:
+  """`_add` for int8 codes."""
+  eight = _same(_WORDS, 8)
+  take = lambda pairs: (w.llvm.ashr(w.llvm.shl(pairs, eight), eight), w.llvm.ashr(pairs, eight))
+  _add(w, values, factors, codes, take, (0, 0))
 
 
 @_instruction(types.void, _ADDRESS, _NUMBER, _TRIPLE, _ADDRESS, _RATES, types.int64)
@@ -247,9 +317,8 @@ def publish_16(
   kept, gained = (w.spread(number) for number in w.each(rates, 4)[2:])
   published, momentum = (w.load(there, _FLOATS) for there in w.each(old, 2))
   to_codes, to_published, to_momentum = w.each(new, 3)
-  nearest = _same(_FLOATS, _NEAREST)
   quotient = w.llvm.fdiv(w.load(lacking, _FLOATS), w.spread(divisor))
-  code = w.llvm.fsub(w.llvm.fadd(quotient, nearest), nearest)
+  code = w.rounded(quotient)
   w.store(w.llvm.trunc(w.llvm.fptosi(code, _INTS), _BYTES), to_codes)
   after = w.llvm.fadd(published, w.llvm.fmul(code, w.spread(scale)))
   w.store(after, to_published)

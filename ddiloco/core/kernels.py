@@ -1,11 +1,11 @@
 """The passes of `core/passes.py` over one segment, compiled by numba for int8 and int4: the same
 operations in the same order, so the same bits; only sums of squares are rounded differently.
 
-The loops over pieces, blocks and pushes are here; `core/instructions.py` has the operations on 16
-values. Eight int4 pushes are decoded and added at 0.5 ns a value and core, where NumPy takes 18 and
-XLA on the CPU 5 (`docs/design.md`, "What a commit computes with"). Nothing here holds the GIL, and
-one call works on a whole segment: threads that take the GIL between chunks would wait for each
-other. Compiled code is kept beside this file, or in the user's cache folder, for the next process.
+The loops over pieces, blocks and pushes are here; `core/instructions.py` has the operations on many
+values. Eight int4 pushes are added up at 0.75 ns a value and core, where NumPy takes 18 and XLA on
+the CPU 5 (`docs/design.md`, "What a commit computes with"). Nothing here holds the GIL, and one
+call works on a whole segment: threads that take the GIL between chunks would wait for each other.
+Compiled code is kept beside this file, or in the user's cache folder, for the next process.
 
 `scales` and `codes` are a payload's two parts (`core/codec.py`); `start` is where a chunk begins;
 `spans` and `runs` are a segment's (`passes.Segment`). A chunk's int4 codes are pairs: byte i has
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numba
 import numpy as np
@@ -26,13 +26,9 @@ from numba.core.caching import FunctionCache, NullCache
 from ddiloco.config import OuterConfig
 from ddiloco.core import codec, instructions, outer
 from ddiloco.core.codec import BLOCK, CHUNK, Encoded
-from ddiloco.core.instructions import ROW, TOGETHER
+from ddiloco.core.instructions import WIDE
+from ddiloco.core.passes import TOGETHER, Chunk, Segment, Vectors
 
-if TYPE_CHECKING:
-  from ddiloco.core.passes import Chunk, Segment, Vectors
-
-LOOKS_UP = instructions.LOOKS_UP
-TILE = 8 * BLOCK  # bytes of codes: the sums for so many codes stay in the L1 cache
 _TINY = np.finfo(np.float32).tiny
 _MAX = np.finfo(np.float32).max
 _LARGE = np.float32(_MAX / 256)  # with smaller scales every code is a finite value
@@ -78,8 +74,7 @@ class Pushes:
     padded[:, : len(pushes)] = np.transpose(units)
     each = [self._parts[min(m, len(pushes) - 1)] for m in range(rows)]
     addresses = np.array([[part.ctypes.data for part in parts] for parts in each], np.int64)
-    int4 = pushes[0].codec == "int4"
-    self.arguments = addresses, padded, int4, int4 and LOOKS_UP
+    self.arguments = addresses, padded, pushes[0].codec == "int4"
     self._is_push = len(pushes) == 1 and bool((units[0] == 1).all())
 
   def read(self, chunk: Chunk, total: np.ndarray) -> None:
@@ -147,12 +142,12 @@ def _call_all(segment: Segment, vectors: Vectors, config: OuterConfig) -> None:
 
 
 @_compiled
-def _alike(at, end, half, size, runs, run):
+def _alike(at, half, size, runs, run):
   """The end of the bytes from `at` on whose low codes share block and piece, and high codes too.
 
   `run` [2]: indices of the runs of low and high codes, advanced here; int8 has no high codes.
   """
-  to = end
+  to = half
   for part in range(2):
     place = at + part * half
     if place < size:
@@ -175,7 +170,7 @@ def _squares(scales, codes, int4, spans, runs, sums):
       if not abs(scale) < _LARGE:
         return False
     while at < half:
-      to = _alike(at, half, half, size, mine, run)
+      to = _alike(at, half, size, mine, run)
       here = codes.ctypes.data + byte + at
       if to - at < BLOCK:  # filled up with codes 0
         few[:] = nothing
@@ -191,64 +186,53 @@ def _squares(scales, codes, int4, spans, runs, sums):
 
 
 @_compiled
-def _add(addresses, units, int4, look_up, start, runs, total):
-  """A chunk of the sum of all pushes, tile by tile, some pushes at a time.
+def _add(addresses, units, int4, start, runs, total):
+  """A chunk of the sum of all pushes, some pushes at a time.
 
   `addresses` [M, 2]: of each push's scales and codes; `units` f32 [pieces, M].
   """
-  size = total.size
-  half, table = (size + 1) // 2 if int4 else size, np.empty((2 * TOGETHER, ROW), np.float32)
-  for low in range(0, half, TILE):
-    high = min(half, low + TILE)
-    for at in (low, half + low):
-      fresh = total[at : min(at + high - low, size)]
-      for i in range(fresh.size):
-        fresh[i] = np.float32(0)
-    for group in range(0, addresses.shape[0], TOGETHER):
-      here, mine = addresses[group : group + TOGETHER], units[:, group : group + TOGETHER]
-      _add_tile(here, mine, int4, look_up, start, (low, high), runs, table, total)
+  few = np.zeros((TOGETHER, WIDE), np.uint8), np.empty((2, WIDE), np.float32)
+  total[:] = np.float32(0)
+  for group in range(0, addresses.shape[0], TOGETHER):
+    here, mine = addresses[group : group + TOGETHER], units[:, group : group + TOGETHER]
+    _add_group(here, mine, int4, start, runs, total, few)
 
 
 @_compiled
-def _add_tile(addresses, units, int4, look_up, start, tile, runs, table, total):
-  """Adds the values of some bytes of some pushes. Bytes that are `_alike` share their tables."""
-  at, end = tile
-  size, run = total.size, np.zeros(2, np.int64)
+def _add_group(addresses, units, int4, start, runs, total, few):
+  """Adds a chunk of some pushes to their sum. Bytes that are `_alike` share their factors."""
+  at, size, run, (copies, values) = 0, total.size, np.zeros(2, np.int64), few
   half, byte = ((size + 1) // 2, start // 2) if int4 else (size, start)
-  sums, tables = total.ctypes.data, table.ctypes.data
-  a, b, c, d = addresses[0, 0], addresses[1, 0], addresses[2, 0], addresses[3, 0]
-  o, p, q, r = addresses[0, 1], addresses[1, 1], addresses[2, 1], addresses[3, 1]
-  while at < end:
-    to, parts = _alike(at, end, half, size, runs, run), 2 if half + at < size else 1
-    for part in range(parts):
-      block = 4 * ((start + part * half + at) // BLOCK)
-      mine = units.ctypes.data + runs[run[part], 2] * units.strides[0]
-      scales = a + block, b + block, c + block, d + block
-      instructions.set_tables(tables + 4 * ROW * TOGETHER * part, mine, scales)
-    while at + 16 <= to:
-      low, high, here = sums + 4 * at, sums + 4 * (half + at), byte + at
-      codes = o + here, p + here, q + here, r + here
-      if look_up:
-        instructions.look_up_16(low, high, tables, codes)
-      else:
-        instructions.multiply_16(low, high, tables, codes, int4)
-      at += 16
+  while at < half:
+    to, parts = _alike(at, half, size, runs, run), 2 if half + at < size else 1
+    low = high = _factors(addresses, units, int4, start + at, runs[run[0], 2])
+    if parts > 1:
+      high = _factors(addresses, units, int4, start + half + at, runs[run[1], 2])
     while at < to:
-      for part in range(parts):
-        _add_one(addresses[:, 1], byte + at, int4, part, table, total, part * half + at)
-      at += 1
+      count, place, apart = min(WIDE, to - at), np.intp(total.ctypes.data) + 4 * at, 4 * half
+      codes = instructions.moved(addresses.ctypes.data + 8, byte + at)
+      if count < WIDE:  # add up copies
+        for k in range(TOGETHER):
+          for i in range(count):
+            copies[k, i] = instructions.read_byte(codes[k] + i)
+        values[:], codes = np.float32(0), instructions.rows(copies.ctypes.data)
+        place, apart = np.intp(values.ctypes.data), 4 * WIDE
+      if int4:
+        instructions.add_low(place, low, codes)
+        instructions.add_high(place + apart, high, codes)
+      else:
+        instructions.add_int8(place, low, codes)
+      if count < WIDE:
+        for part in range(parts):
+          for i in range(count):
+            total[part * half + at + i] += values[part, i]
+      at += count
 
 
 @_compiled
-def _add_one(codes, byte, int4, part, table, total, place):
-  value = total[place]
-  for k in range(TOGETHER):
-    row, packed = table[TOGETHER * part + k], instructions.read_byte(codes[k] + byte)
-    code = np.int32(np.int8(packed))
-    if int4:
-      code = np.int32((packed >> np.uint8(4 * part)) & np.uint8(15)) - np.int32(8)
-    value += np.float32(code) * row[16] * row[17]
-  total[place] = value
+def _factors(addresses, units, int4, place, piece):
+  scales = instructions.moved(addresses.ctypes.data, 4 * (place // BLOCK))
+  return instructions.factors(units.ctypes.data + piece * units.strides[0], scales, int4)
 
 
 @functools.partial(_compiled, fastmath={"reassoc", "contract"})
@@ -263,12 +247,12 @@ def add_squares(values, runs, sums):
 
 
 @_compiled
-def _sum_squares(addresses, units, int4, look_up, spans, runs, sums):
+def _sum_squares(addresses, units, int4, spans, runs, sums):
   total = np.empty(CHUNK, np.float32)
   for c in range(spans.shape[0]):
     start, stop, first, last = spans[c]
     here, mine = total[: stop - start], runs[first:last]
-    _add(addresses, units, int4, look_up, start, mine, here)
+    _add(addresses, units, int4, start, mine, here)
     add_squares(here, mine, sums)
 
 
@@ -277,12 +261,12 @@ def _sum_squares(addresses, units, int4, look_up, spans, runs, sums):
 
 @_compiled
 def _step_segment(pushes, spans, runs, stretch, arrays, rates, kind, wire):
-  addresses, units, int4, look_up = pushes
+  addresses, units, int4 = pushes
   total = np.empty(CHUNK, np.float32)
   for c in range(spans.shape[0]):
     start, stop, first, last = spans[c]
     here, mine = total[: stop - start], runs[first:last]
-    _add(addresses, units, int4, look_up, start, mine, here)
+    _add(addresses, units, int4, start, mine, here)
     _step(start, mine, stretch, here, arrays, rates, kind, wire)
 
 
