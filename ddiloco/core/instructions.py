@@ -25,7 +25,6 @@ from ddiloco.core.passes import FINEST, TOGETHER
 WIDE = 32  # bytes of each push that one call adds
 
 _NEAREST = float(np.float32(3 << 22))  # to add it and subtract it rounds to nearest, ties to even
-_INFINITE = float("inf")
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS, _BYTES = (ir.VectorType(each, 16) for each in (_F32, _I32, ir.IntType(8)))
 _FLOATS_8, _INTS_8 = (ir.VectorType(each, 8) for each in (_F32, _I32))
