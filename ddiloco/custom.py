@@ -443,7 +443,7 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     where = config.custom.rpartition(":")[0]
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([each for each in frames if each.filename == _home(where)] or frames)[-1]
-    usual = "correct it there, or the name"
+    usual = "correct it, or the name"
     if isinstance(config, DataConfig) or isinstance(error, OSError):
       usual = f"{usual}; if a storage did not answer, start again"
     if isinstance(error, ImportError):
@@ -452,7 +452,8 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     file, line = frame.filename, frame.lineno
     if isinstance(error, SyntaxError):  # of a text that did not become a frame
       file, line = error.filename or file, error.lineno or line
-    rule = f"{what} fails at {file}, line {line} ({type(error).__name__}: {said})"
+    at = "" if file == __file__ else f" at {file}, line {line}"  # called as it cannot be
+    rule = f"{what} fails{at} ({type(error).__name__}: {said})"
     fix = fix.rstrip(".") or usual
     raise refusal(_field(config), config.custom, rule, fix, kind_of(error)) from error
 

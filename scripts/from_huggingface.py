@@ -10,16 +10,16 @@ start.py, an experiment file of the same model. The run keeps the values up to r
     ddiloco train --config=NEW_DIR/start.py --workdir=runs/more \\
       --config.data.source=text --config.data.path='data/*.txt'
 
-Refused are models with biases, other activations, scaled rotary angles or a sliding window, which
-ddiloco's transformer does not have. A mixture's tokens may find an expert's slots taken while they
-train (`model.capacity_factor`). It takes memory for one and a half models in f32. Last line:
-{"parameters", "tokenizer"}.
+Refused are models with biases or other further tensors, other activations, scaled rotary angles, a
+sliding window, or quantized values, which ddiloco's transformer does not have. A mixture's tokens
+may find an expert's slots taken while they train (`model.capacity_factor`). It takes memory for one
+and a half models in f32. Last line: {"parameters", "tokenizer"}.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ FIELDS = {
 }
 EXPERTS = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
 TYPES = ("llama", "mistral", "mixtral")
+_DERIVED = "rotary_emb.inv_freq"  # older models have it, and it follows from rope_theta
 EXPERIMENT = '''"""Goes on from {source}; made by scripts/from_huggingface.py."""
 
 from ddiloco import config
@@ -87,32 +88,56 @@ def model_of(said: Mapping[str, Any]) -> ModelConfig:
   return from_dict({"model": {**values, "tied_embedding": False}}).model
 
 
-def reader(folder: Path) -> Callable[[str], np.ndarray]:
-  """Reads one tensor by its name, as f32."""
-  index = folder / "model.safetensors.index.json"
-  files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+def located(folder: Path) -> dict[str, Path]:
+  """The file of every tensor.
 
-  def read(name: str) -> np.ndarray:
-    file = folder / files.get(name, "model.safetensors")
+  Raises:
+    ConfigError: a file is not there, cannot be read, or has quantized values.
+  """
+  index, found = folder / "model.safetensors.index.json", dict[str, Path]()
+  parts = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+  for name in sorted(set(parts.values())) or ["model.safetensors"]:
+    file = folder / name
     fix = "save the model as safetensors, as save_pretrained of transformers does"
     require(file.exists(), "--model", str(file), "is not there", fix)
-    known = name in weights.leaves(file, "--model")
-    require(known, "--model", str(file), f"has no {name}", "take a model as its config.json says")
-    return weights.load(file, "--model", [name])[name].astype(np.float32)
+    for tensor, leaf in weights.leaves(file, "--model").items():
+      rule, fix = f"{tensor} is of type {leaf.dtype}", "save the model in bf16 or f32"
+      require("float" in leaf.dtype, "--model", str(file), rule, fix)
+      found[tensor] = file
+  return found
 
-  return read
 
+def parameters(model: ModelConfig, folder: Path, tied: bool) -> dict[str, np.ndarray]:
+  """The model's parameters by ddiloco's names; the inverse of `huggingface_tensors`.
 
-def parameters(
-  model: ModelConfig, read: Callable[[str], np.ndarray], tied: bool
-) -> dict[str, np.ndarray]:
-  """The model's parameters by ddiloco's names; the inverse of `huggingface_tensors`."""
-  params = {}
+  Raises:
+    ConfigError: as `located`; or the tensors are not those of this model, no more and no less.
+  """
+  params, found = dict[str, np.ndarray](), located(folder)
   names = transformer.huggingface_names(model)
+  known = {each for theirs in names.values() for each in theirs}  # a tied one may have a head
   if tied:
     names["head"] = names["embedding"]
+  for wanted in (each for theirs in names.values() for each in theirs):
+    rule, fix = f"has no {wanted}", "take a model as its config.json says"
+    require(wanted in found, "--model", str(folder), rule, fix)
+  more = [name for name in found if name not in known and not name.endswith(_DERIVED)]
+  rule = f"has {len(more)} tensors that ddiloco's transformer does not ({', '.join(more[:4])})"
+  require(
+    not more, "--model", str(folder), rule, "bring its own config.json, or take another model"
+  )
+
+  def read(name: str) -> np.ndarray:
+    value = weights.load(found[name], "--model", [name])[name].astype(np.float32)
+    return value.T if value.ndim > 1 else value
+
   for name, shape in initial.shapes(model).items():
-    stack = np.stack([each.T if each.ndim > 1 else each for each in map(read, names[name])])
+    parts = [read(each) for each in names[name]]
+    for each, part in zip(names[name], parts):
+      rule = f"is {part.shape[::-1]}, and {names[name][0]} {parts[0].shape[::-1]}"
+      same = part.shape == parts[0].shape
+      require(same, "--model", each, rule, "bring the model's own files")
+    stack = np.stack(parts)
     if name in ("embedding", "head"):
       stack = stack.swapaxes(1, 2)
     rule, fix = f"has {stack.size} values, the config {shape}", "bring the model's own config.json"
@@ -130,7 +155,7 @@ def main() -> None:
   try:
     said = json.loads((source / "config.json").read_text())
     found = model_of(said)
-    params = parameters(found, reader(source), said.get("tie_word_embeddings", False))
+    params = parameters(found, source, said.get("tie_word_embeddings", False))
     options.to.mkdir(parents=True, exist_ok=True)
     weights.save(start, params, {"made_from": str(source)})
     names = [*FIELDS, "tied_embedding", *(EXPERTS if found.num_experts else ())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from ddiloco.models.model import Batch, frozen
 from ddiloco.training.data import Source, check_token_ids
 from ddiloco.training.devices import make_mesh, param_sharding
 from ddiloco.training.tokens import Tokenizer
+
+_MOST_BATCHES = 1 << 16
 
 
 class HeldoutLoss:
@@ -97,9 +100,13 @@ def read_heldout(config: Config, source: Source, batch_size: int) -> list[Batch]
   model = custom.load_model(config.model)
 
   def read() -> list[Batch]:  # the source may fill its arrays again
-    return [jax.tree.map(np.array, batch) for batch in source.heldout_batches(batch_size)]
+    given = itertools.islice(source.heldout_batches(batch_size), _MOST_BATCHES + 1)
+    return [jax.tree.map(np.array, batch) for batch in given]
 
   batches = custom.called(data, "heldout_batches()", read)
+  rule = f"heldout_batches() gives more than {_MOST_BATCHES} batches, as one without an end would"
+  fix = "end it, as a list does: every evaluation reads all of them"
+  require(len(batches) <= _MOST_BATCHES, "data.custom", data.custom, rule, fix)
   for batch in batches[:1]:
     seen = {**model.shapes(), **custom.frozen_shapes(config.model)}
     taken = functools.partial(jax.eval_shape, model.evaluate, seen, batch)

@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import json
 import os
+import stat
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -222,7 +223,17 @@ Part: TypeAlias = np.ndarray | TokenFile  # of a corpus: 1-D, of unsigned ids
 
 # --- sources --------------------------------------------------------------------------------------
 
-_GZIP = b"\x1f\x8b"  # no text begins so
+# How files begin that are no text as they are. No text begins so.
+_NO_TEXT = {
+  b"\x1f\x8b": "gzip",
+  b"BZh91AY&SY": "bzip2",
+  b"\xfd7zXZ\x00": "xz",
+  b"\x28\xb5\x2f\xfd": "zstd",
+  b"PK\x03\x04": "zip",
+  b"PAR1\x15": "Parquet",
+  b"\xff\xfe": "UTF-16",
+  b"\xfe\xff": "UTF-16",
+}
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _GENERATED = ("_sysconfigdata", "config-")  # files and folders made for one machine
 _SYNTHETIC_SEED = 20_260_421  # fixed: the corpus is the same for every run and learner
@@ -249,8 +260,9 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[Part, ...]:
     else:
       documents = stdlib_documents() if data.source == "stdlib" else synthetic_documents()
     for name, content in documents:
-      fix = "unpack it, or make token files of it (scripts/make_tokens.py)"
-      require(not content.startswith(_GZIP), "data.path", name, "is gzipped, and no text", fix)
+      kind = next((kind for first, kind in _NO_TEXT.items() if content.startswith(first)), "")
+      fix = "write it as UTF-8 text, or make token files of it (scripts/make_tokens.py)"
+      require(not kind, "data.path", name, f"is {kind}, and no text", fix)
       if content:
         pieces += [_encode(name, content, tokenizer), end]
   except OSError as error:
@@ -270,10 +282,10 @@ def is_here(data: DataConfig, most_bytes: int) -> bool:
     return False
   if data.source == "stdlib":
     return not file  # bytes are tokens as they are
-  path = os.path.expanduser(data.path)
-  files = [*filter(os.path.isfile, glob.glob(path, recursive=True))]
+  found = [*filter(os.path.exists, _found(data.path))]  # a link may lead to what others have
+  files = [*filter(os.path.isfile, found)]
   if data.path and not files:
-    return os.path.isdir(path)  # reading it says that a folder is no file
+    return bool(found)  # reading it says that a folder, or a pipe, is no file
   return data.source != "text" or sum(map(os.path.getsize, files)) <= most_bytes
 
 
@@ -289,12 +301,26 @@ def _encode(name: str, content: bytes, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def matches(pattern: str) -> list[str]:
-  """Files matching a glob (** spans folders), sorted, so that the order is always the same."""
-  found = glob.glob(os.path.expanduser(pattern), recursive=True)
-  files = sorted(file for file in found if not os.path.isdir(file))
+  """Files matching a glob (** spans folders), sorted, so that the order is always the same.
+
+  Raises:
+    ConfigError: there are none, or one is a pipe or a device, which every process would wait for.
+    OSError: nothing can be known of one.
+  """
+  files = sorted(file for file in _found(pattern) if not os.path.isdir(file))
   fix = "name files, not their folder, and check that its storage is mounted on this host"
   require(bool(files), "data.path", pattern, "no file matches this glob", fix)
+  for file in files:
+    rule = "is no regular file: every process of the run reads it, some of it again and again"
+    fix = "write what it gives into a file, and name that"
+    require(stat.S_ISREG(os.stat(file).st_mode), "data.path", file, rule, fix)
   return files
+
+
+def _found(pattern: str) -> list[str]:
+  """What matches a glob; the path itself where something of that name is, as of `part[1].txt`."""
+  path = os.path.expanduser(pattern)
+  return [path] if os.path.lexists(path) else glob.glob(path, recursive=True)
 
 
 def _open_files(files: Sequence[str], dtype_name: str) -> tuple[TokenFile, ...]:

@@ -113,6 +113,41 @@ def test_another_model_is_refused_by_what_differs(change, said, tmp_path, monkey
   assert not (tmp_path / "to").exists()
 
 
+def add_bias(tensors):
+  tensors["model.layers.0.self_attn.q_proj.bias"] = np.ones(12, np.float32)
+
+
+def quantize(tensors):
+  tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
+
+
+def cut(tensors):
+  tensors["model.layers.1.mlp.up_proj.weight"] = np.ones((20, 15), np.float32)
+
+
+TENSORS = {
+  "more": (add_bias, "has 1 tensors that ddiloco's transformer does not (model.layers.0.self_attn"),
+  "quantized": (quantize, "lm_head.weight is of type I8"),
+  "one shape": (
+    cut,
+    "up_proj.weight': is (20, 15), and model.layers.0.mlp.up_proj.weight (20, 16)",
+  ),
+}
+
+
+@pytest.mark.parametrize("change, said", TENSORS.values(), ids=TENSORS)
+def test_other_tensors_than_the_model_s_are_refused(change, said, tmp_path, monkeypatch, capsys):
+  """A bias was left out, and quantized values were taken for weights, without a word."""
+  config = from_dict({"model": SIZE})
+  tensors = transformer.huggingface_tensors(config.model, initial.initial_params(config))
+  tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+  change(tensors)
+  write(tmp_path / "hf", transformer.huggingface_config(config.model), tensors)
+  assert run(monkeypatch, tmp_path / "hf", tmp_path / "to") == 2
+  assert said in capsys.readouterr().err
+  assert not (tmp_path / "to").exists()
+
+
 def test_a_folder_without_a_model_is_named(tmp_path, monkeypatch, capsys):
   assert run(monkeypatch, tmp_path / "none", tmp_path / "to") == 2
   assert str(tmp_path / "none" / "config.json") in capsys.readouterr().err

@@ -85,6 +85,8 @@ class Numbers:
       raise KeyError("test")
     if self.kind == "filled":
       return self.refilled()
+    if self.kind == "index":  # it has any position, as what `batches` gives
+      return Indexed(self.kind, 9)
     if self.kind == "away":
       raise ConnectionError("the storage is away")
     held = [{"y": rows(9, 0)["x"]}] if self.kind == "unlike" else [rows(9, 0)]
@@ -374,6 +376,14 @@ def test_held_out_batches_that_the_model_does_not_take_are_refused_before_the_ru
   assert rule in said and "Fix: " in said
 
 
+def test_held_out_batches_without_an_end_are_refused(monkeypatch):
+  """They were read until the memory was full."""
+  monkeypatch.setattr(evaluate, "_MOST_BATCHES", 50)
+  config = config_of("index")
+  with pytest.raises(ConfigError, match=r"more than 50 batches.*Fix: end it"):
+    session.evaluator(config, data.open_data(config.data))
+
+
 def test_a_source_may_fill_the_same_held_out_arrays_again():
   """All batches were the last one."""
   config = config_of("filled")
@@ -382,6 +392,6 @@ def test_a_source_may_fill_the_same_held_out_arrays_again():
 
 
 def test_held_out_batches_may_come_from_an_iterator():
-  config = config_of("index")
+  config = config_of("map")
   params = {"kernel": np.ones((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
   assert session.evaluator(config, data.open_data(config.data)).loss(params) == 0.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
 import gzip
+import lzma
 import os
 import pathlib
 import subprocess
@@ -110,12 +112,45 @@ def test_no_file_matches(tmp_path):
   assert "no file matches" in text and "not their folder" in text
 
 
-def test_text_that_is_gzipped_is_no_text(tmp_path):
+@pytest.mark.parametrize(
+  "kind, content",
+  [
+    ("gzip", gzip.compress(b"text")),
+    ("bzip2", bz2.compress(b"text")),
+    ("xz", lzma.compress(b"text")),
+    ("zstd", bytes.fromhex("28b52ffd0404")),
+    ("zip", b"PK\x03\x04\x14"),
+    ("Parquet", b"PAR1\x15\x04"),
+    ("UTF-16", b"\xff\xfe" + "text".encode("utf-16-le")),
+    ("UTF-16", b"\xfe\xff" + "text".encode("utf-16-be")),
+  ],
+)
+def test_what_is_packed_or_of_another_encoding_is_no_text(tmp_path, kind, content):
   """Its bytes were trained on: noise, without a word."""
   (tmp_path / "a.txt").write_bytes(b"text")
-  (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"text"))
+  (tmp_path / "b.packed").write_bytes(content)
   text = error_of(data_lib.open_corpus, text_data(tmp_path / "*"))
-  assert "b.txt.gz" in text and "is gzipped" in text
+  assert "b.packed" in text and f"is {kind}, and no text" in text
+
+
+@pytest.mark.parametrize("source", ["text", "tokens"])
+def test_a_pipe_is_refused_where_it_was_waited_for_without_end(tmp_path, source):
+  """Such as that of a shell's <(zcat FILE): one process would read it, and the others nothing."""
+  os.mkfifo(tmp_path / "pipe")
+  data = DataConfig(source=source, path=str(tmp_path / "*"))
+  assert tokens_lib.is_here(data, most_bytes=8), "the command that starts the run says so"
+  text = error_of(data_lib.open_corpus, data)
+  assert "pipe" in text and "no regular file" in text and "into a file" in text
+
+
+def test_a_name_with_the_characters_of_a_glob_is_itself(tmp_path):
+  for name in ("part[1].txt", "part1.txt"):
+    (tmp_path / name).write_bytes(b"text")
+    assert tokens_lib.matches(str(tmp_path / name)) == [str(tmp_path / name)]
+  data = text_data(tmp_path / "part[1].txt")
+  assert tokens_lib.is_here(data, most_bytes=4)
+  (tmp_path / "part[1].txt").unlink()
+  assert tokens_lib.matches(data.path) == [str(tmp_path / "part1.txt")], "else it is a glob"
 
 
 def test_only_what_is_here_and_quickly_read_is_looked_at(tmp_path):
