@@ -238,6 +238,7 @@ def test_a_process_that_cannot_be_started_is_a_death_of_its_role(make):
     ("print('lost 7 tokens'); raise SystemExit(1)", NAME, "exit status 1: lost 7 tokens"),
     ("print('here', flush=True); os.kill(os.getpid(), 9)", NAME, "killed by SIGKILL: here"),
     ("os.kill(os.getpid(), 15)", NAME, ""),  # it had not begun, or it would have handled that
+    ("print('nothing is lost'); raise SystemExit(130)", NAME, ""),  # Ctrl-C, or SIGINT to all
     ("print('no other shard has them'); raise SystemExit(1)", "syncer-0", ""),
   ],
 )
@@ -245,7 +246,8 @@ def test_when_the_run_ends_nobody_is_restarted_and_lost_work_is_kept_in_mind(
   make, code, name, lost
 ):
   """Of a learner that was killed while it drained, the run said that its work was saved. What a
-  shard had, the evaluator has: Ctrl-C of a run with one shard had the status of lost work."""
+  shard had, the evaluator has: Ctrl-C of a run with one shard had the status of lost work. So had
+  SIGINT to all processes of a run at once, with the reason that nothing was lost."""
   engine = make(f"import os; {code}", name=name)
   engine.tick(0.0)
   engine._ending = True
