@@ -145,12 +145,14 @@ class Child:
     return worst or LOST if time.monotonic() - self._apart_at > patience else None
 
   def bury(self, status: int) -> str:
-    """Clears away an ended life; returns the reason of its end in words."""
-    statuses = [each.poll() for each in self._processes]
-    refused = statuses.index(status) if status == BAD_USAGE and status in statuses else 0
+    """Clears away an ended life; returns the reason of its end in words: those of the first process
+    that found a failure and ended by itself. Host 0 did not if it was killed, or hung."""
+    statuses = [each.poll() or 0 for each in self._processes]
+    found = (number for number, each in enumerate(statuses) if each > 0)
+    speaker = min(found, key=lambda number: statuses[number] != BAD_USAGE, default=0)
     self.kill()
     how = f"killed by {_signal_name(-status)}" if status < 0 else f"exit status {status}"
-    return f"{how}: {self.last_words(refused)}"
+    return f"{how}: {self.last_words(speaker)}"
 
   def heard(self) -> bool:
     """Whether its first process was alive since the last call: host 0 finds others that hang."""

@@ -107,13 +107,14 @@ def test_the_hosts_that_remain_may_say_what_they_know_before_their_end(tmp_path)
   assert child.bury(-signal.SIGKILL) == "killed by SIGKILL: host 1 is lost"
 
 
-def test_one_host_that_fails_is_the_end_of_all_and_the_first_says_why(tmp_path, monkeypatch):
+def test_one_host_that_fails_is_the_end_of_all_and_says_why(tmp_path, monkeypatch):
+  """Of an island whose host 0 hung, the reason was said to be host 0's last line of progress."""
   monkeypatch.setattr("ddiloco.engines.children.WORDS_SECONDS", 0.05)
-  child = child_of(tmp_path, SLEEPS, "raise SystemExit(1)", SLEEPS)
+  child = child_of(tmp_path, SLEEPS, "raise SystemExit('host 0 is lost')", SLEEPS)
   wait_for(lambda: "here" in child.log.read_text(), "its first words")
   status = wait_for(child.poll, "its end")
   living = [each.pid for each in child._processes]
-  assert child.bury(status) == "exit status 1: here" and not child.running
+  assert child.bury(status) == "exit status 1: host 0 is lost" and not child.running
   for pid in living:
     with pytest.raises(ProcessLookupError):
       os.kill(pid, 0)
