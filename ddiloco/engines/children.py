@@ -39,6 +39,7 @@ from ddiloco.observe.guards import exited, warn
 KILL_SECONDS = 30.0  # for a killed process to be gone: it may be stuck in its disk
 SIGN_SECONDS = 0.5  # between two signs of life of a forked process
 WORDS_SECONDS = 5.0  # for the other hosts of an island to log what they know of a failed host
+SERVER_ENDED = 255  # of each forked process, says multiprocessing once their server was killed
 LAST_WORDS_BYTES = 1 << 16  # only the end of a log is read: a log of months is large
 
 
@@ -81,11 +82,16 @@ def spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def _signal_name(number: int) -> str:
+def _how(status: int) -> str:
+  """How a process has ended, in words."""
+  if status == SERVER_ENDED:
+    return f"exit status {status}, as of all roles when their fork server is killed (no memory?)"
+  if status >= 0:
+    return f"exit status {status}"
   try:
-    return signal.Signals(number).name
+    return f"killed by {signal.Signals(-status).name}"
   except ValueError:  # a real-time signal has no name of its own
-    return f"signal {number}"
+    return f"killed by signal {-status}"
 
 
 class Child:
@@ -151,8 +157,7 @@ class Child:
     found = (number for number, each in enumerate(statuses) if each > 0)
     speaker = min(found, key=lambda number: statuses[number] != BAD_USAGE, default=0)
     self.kill()
-    how = f"killed by {_signal_name(-status)}" if status < 0 else f"exit status {status}"
-    return f"{how}: {self.last_words(speaker)}"
+    return f"{_how(status)}: {self.last_words(speaker)}"
 
   def heard(self) -> bool:
     """Whether its first process was alive since the last call: host 0 finds others that hang."""

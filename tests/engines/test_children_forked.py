@@ -240,14 +240,17 @@ def test_a_stopped_role_ends_with_the_fork_server(start):
 
 
 def test_another_fork_server_takes_over(start):
-  """One that was killed (out of memory) counts as the end of all it has started."""
+  """One that was killed (out of memory) counts as the end of all it has started. Nothing said what
+  had happened: the reason of each role's end was a bare status and its last line of progress."""
   process, log = start("import sys; print('here', flush=True); sys.stdin.read()")
   said(log, process, "here")
   pid = server._forkserver._forkserver_pid
   os.kill(pid, signal.SIGKILL)
-  assert end_of(process) == 255
+  status = end_of(process)
   wait_for(lambda: state_of(pid) == "Z", "its status")
-  process.stdin.close()  # as a supervisor does: so it really ends
+  child = children.Child("syncer-0", log.parent, [lambda *_: process])
+  child.start([[]])
+  assert "their fork server is killed" in child.bury(status)  # closes its input: so it really ends
   again, log = start("print('again')")
   assert end_of(again) == 0
   assert log.read_text() == "again\n"
