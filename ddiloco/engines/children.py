@@ -14,6 +14,7 @@ import functools
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -39,6 +40,7 @@ from ddiloco.observe.guards import exited, warn
 KILL_SECONDS = 30.0  # for a killed process to be gone: it may be stuck in its disk
 SIGN_SECONDS = 0.5  # between two signs of life of a forked process
 WORDS_SECONDS = 5.0  # for the other hosts of an island to log what they know of a failed host
+FATAL, STACK = re.compile(r"F\d{4} "), "    @ "  # how lines of XLA's log begin
 SERVER_ENDED = 255  # of each forked process, says multiprocessing once their server was killed
 LAST_WORDS_BYTES = 1 << 16  # only the end of a log is read: a log of months is large
 
@@ -174,12 +176,15 @@ class Child:
     return log
 
   def last_words(self, number: int = 0) -> str:
-    """The last line of a process' log, without the time and name that every line has."""
+    """The last line of a process' log, without the time and name that every line has; of one that
+    XLA has aborted its fatal line, which a stack of C++ follows."""
     log, text = self._logs[number], ""
     with contextlib.suppress(OSError), log.open("rb") as file:
       file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
       text = file.read(LAST_WORDS_BYTES).decode(errors="replace").strip()
-    *_, last = text.splitlines() or [f"see {log}"]
+    *before, last = text.splitlines() or [f"see {log}"]
+    if last.startswith(STACK):
+      last = next(filter(FATAL.match, reversed(before)), last)
     return last.partition(f"{self.name}: ")[2] or last
 
   # --- signals ------------------------------------------------------------------------------------

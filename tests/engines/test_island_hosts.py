@@ -12,6 +12,7 @@ import pytest
 from common import processes_of
 
 from ddiloco.config import ConfigError, from_dict
+from ddiloco.engines import island_hosts
 from ddiloco.engines.children import KILL_SECONDS, LOST, WORDS_SECONDS, Child, spawn
 from ddiloco.engines.island_hosts import COMPILED_ORDERS, Hosts, check_hosts
 from ddiloco.engines.role_spec import RoleSpec
@@ -226,6 +227,17 @@ def test_an_order_may_take_long_while_a_host_waits_for_data():
   )
   assert [hosts._order_seconds(True) for _ in range(2)] == [600.0, 1000.0]
   assert len(beats) == 2
+
+
+def test_jax_is_not_quicker_than_what_finds_an_island_that_slept(monkeypatch):
+  """All hosts stood still for 130 s, as where a machine sleeps. JAX aborted them when they went on,
+  100 s having been its limit."""
+  limits = []
+  monkeypatch.setattr("ddiloco.environment.join_hosts", lambda *given: limits.append(given[-1]))
+  for silence, give_up in ((30.0, 600.0), (300.0, 600.0), (1.0, 1.0)):
+    network = {"silence_seconds": silence, "give_up_seconds": give_up}
+    island_hosts._join("here:1", from_dict({"network": network}), SimpleNamespace(hosts=2), 0)
+  assert limits == [600.0, 900.0, 100.0]
 
 
 def test_a_host_that_does_not_come_to_its_end_of_compiling_is_named():
