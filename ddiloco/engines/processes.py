@@ -146,6 +146,8 @@ class ProcessesEngine(Engine):
         return None  # what its last life had is the newest that is left
       self._evaluated = None  # what its last life had is older than what the shards have
       return self._start_thread(name, self._first_evaluator + life, self._run_evaluator)
+    # A role that starts again finds its config, also where the workdir was deleted under the run.
+    workdir.join(self.workdir, self.config, self._started)
     commands = self._commands(name)
     if name not in self._children:
       spawns = [self._spawn(name, host) for host in range(len(commands))]

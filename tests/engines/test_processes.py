@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from common import processes_of
 
+from ddiloco import workdir as workdirs
 from ddiloco.chaos import ask_for, fault_requests
 from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
@@ -54,7 +55,7 @@ class Engine(ProcessesEngine):
 
   def __init__(self, workdir: Path, name: str, code: str, *faults: Fault):
     self.config = from_dict({"run": {"total_tokens": 1}})
-    self.workdir = workdir
+    self.workdir, self._started = workdir, 7.0
     self.now, self.merged = 0.0, False
     self.said: list[tuple[str, str]] = []  # what was logged: kind, reason or action
     self._recorder = self
@@ -230,6 +231,19 @@ def test_a_process_that_cannot_be_started_is_a_death_of_its_role(make):
   assert len(engine.reasons) == 1
   engine.tick(20.0)
   assert len(engine.reasons) == 2
+
+
+def test_a_role_starts_again_although_the_workdir_was_deleted(make, tmp_path):
+  """It found no config, and was given up; of a shard the run had failed then."""
+  engine = make("raise SystemExit(3)")
+  engine.tick(0.0)
+  assert engine.see_the_end(5.0) == DOWN
+  for file in ("config.json", "started"):
+    (tmp_path / file).unlink()
+  engine.tick(15.0)
+  assert engine.phase == UP
+  assert workdirs.saved_config(tmp_path) == engine.config
+  assert workdirs.started(tmp_path) == 7.0, "events have the times that they had before"
 
 
 @pytest.mark.parametrize(
