@@ -330,6 +330,9 @@ def _become(
 ) -> None:
   """Runs the command in the forked process, until its end."""
   setproctitle.setproctitle(" ".join(command))  # first: it finds argv beside the old environment
+  # The server ends, and the kernel its roles, once no process has this end of its pipe: only the
+  # supervisor may have it. A role that is stopped would keep the server and itself for ever.
+  os.close(forkserver._forkserver._forkserver_alive_fd)
   os.setsid()  # Ctrl-C goes to the parent, which tells this process
   signal.signal(signal.SIGINT, signal.default_int_handler)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
