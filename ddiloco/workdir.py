@@ -297,15 +297,15 @@ def _refuse_to_delete(workdir: Path, paths: Collection[Path]) -> None:
   require(ours or not there, "--workdir", str(workdir), rule, fix)
 
 
-def start_time(workdir: Path) -> float:
-  """When the run in `workdir` began, in unix seconds: now, if it is new.
+def start_time(workdir: Path, began: float | None = None) -> float:
+  """When the run in `workdir` began, in unix seconds: `began`, or now, if no file says so yet.
 
   Raises:
     OSError: the directory cannot be written.
     ConfigError: the file with the time is torn, for example by a power cut.
   """
   workdir.mkdir(parents=True, exist_ok=True)
-  _write_once(workdir / STARTED, f"{time.time()}\n")
+  _write_once(workdir / STARTED, f"{time.time() if began is None else began}\n")
   if (found := started(workdir)) is None:
     rule = f"its file {STARTED!r} says no time in unix seconds"
     fix = "write when the run began into it, or delete it: times of events then begin at 0 again"
@@ -371,11 +371,12 @@ def read_config(path: Path, named: str) -> Config:
     raise ConfigError(f"{named}: is torn, or no config ({error}). Fix: {fix}.") from error
 
 
-def join(workdir: Path, config: Config) -> float:
+def join(workdir: Path, config: Config, began: float | None = None) -> float:
   """Enters the workdir of a run that several processes share, on one machine or one file system.
 
   The first role writes its config and the time; restarted roles find them again. A run none of
   whose roles lives goes on with the config of the first role that changes what may change then.
+  `began`: when the run began, if that is known; it is written where it was deleted.
 
   Returns:
     When the run began, in unix seconds; event times count from there.
@@ -386,7 +387,7 @@ def join(workdir: Path, config: Config) -> float:
   with _writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
     _write_once(workdir / "config.json", config.to_json() + "\n")
-    started = start_time(workdir)
+    started = start_time(workdir, began)
   if _changed(config, workdir):
     refuse_trained(workdir)
     try:

@@ -14,6 +14,7 @@ import functools
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -39,6 +40,8 @@ from ddiloco.observe.guards import exited, warn
 KILL_SECONDS = 30.0  # for a killed process to be gone: it may be stuck in its disk
 SIGN_SECONDS = 0.5  # between two signs of life of a forked process
 WORDS_SECONDS = 5.0  # for the other hosts of an island to log what they know of a failed host
+FATAL, STACK = re.compile(r"F\d{4} "), "    @ "  # how lines of XLA's log begin
+SERVER_ENDED = 255  # of each forked process, says multiprocessing once their server was killed
 LAST_WORDS_BYTES = 1 << 16  # only the end of a log is read: a log of months is large
 
 
@@ -81,11 +84,16 @@ def spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def _signal_name(number: int) -> str:
+def _how(status: int) -> str:
+  """How a process has ended, in words."""
+  if status == SERVER_ENDED:
+    return f"exit status {status}, as of all roles when their fork server is killed (no memory?)"
+  if status >= 0:
+    return f"exit status {status}"
   try:
-    return signal.Signals(number).name
+    return f"killed by {signal.Signals(-status).name}"
   except ValueError:  # a real-time signal has no name of its own
-    return f"signal {number}"
+    return f"killed by signal {-status}"
 
 
 class Child:
@@ -145,12 +153,13 @@ class Child:
     return worst or LOST if time.monotonic() - self._apart_at > patience else None
 
   def bury(self, status: int) -> str:
-    """Clears away an ended life; returns the reason of its end in words."""
-    statuses = [each.poll() for each in self._processes]
-    refused = statuses.index(status) if status == BAD_USAGE and status in statuses else 0
+    """Clears away an ended life; returns the reason of its end in words: those of the first process
+    that found a failure and ended by itself. Host 0 did not if it was killed, or hung."""
+    statuses = [each.poll() or 0 for each in self._processes]
+    found = (number for number, each in enumerate(statuses) if each > 0)
+    speaker = min(found, key=lambda number: statuses[number] != BAD_USAGE, default=0)
     self.kill()
-    how = f"killed by {_signal_name(-status)}" if status < 0 else f"exit status {status}"
-    return f"{how}: {self.last_words(refused)}"
+    return f"{_how(status)}: {self.last_words(speaker)}"
 
   def heard(self) -> bool:
     """Whether its first process was alive since the last call: host 0 finds others that hang."""
@@ -167,12 +176,15 @@ class Child:
     return log
 
   def last_words(self, number: int = 0) -> str:
-    """The last line of a process' log, without the time and name that every line has."""
+    """The last line of a process' log, without the time and name that every line has; of one that
+    XLA has aborted its fatal line, which a stack of C++ follows."""
     log, text = self._logs[number], ""
     with contextlib.suppress(OSError), log.open("rb") as file:
       file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
       text = file.read(LAST_WORDS_BYTES).decode(errors="replace").strip()
-    *_, last = text.splitlines() or [f"see {log}"]
+    *before, last = text.splitlines() or [f"see {log}"]
+    if last.startswith(STACK):
+      last = next(filter(FATAL.match, reversed(before)), last)
     return last.partition(f"{self.name}: ")[2] or last
 
   # --- signals ------------------------------------------------------------------------------------
@@ -318,6 +330,9 @@ def _become(
 ) -> None:
   """Runs the command in the forked process, until its end."""
   setproctitle.setproctitle(" ".join(command))  # first: it finds argv beside the old environment
+  # The server ends, and the kernel its roles, once no process has this end of its pipe: only the
+  # supervisor may have it. A role that is stopped would keep the server and itself for ever.
+  os.close(forkserver._forkserver._forkserver_alive_fd)
   os.setsid()  # Ctrl-C goes to the parent, which tells this process
   signal.signal(signal.SIGINT, signal.default_int_handler)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -37,7 +37,7 @@ from ddiloco.roles import initial
 from ddiloco.workdir import COMPILED
 
 SLOW_STEPS = 10  # an island that takes as long as so many usual steps does not stand still
-LEAST_HEARTBEAT_SECONDS = 100.0  # least value of JAX's own limit: `HostWatch` must strike first
+LEAST_HEARTBEAT_SECONDS = 100.0  # least value of JAX's own limit
 READY = b"ready"
 COMPILED_ORDERS = 1  # orders that a host has carried out once it has compiled
 
@@ -83,7 +83,10 @@ def _agreed(
 
 def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, host: int) -> None:
   network = config.network
-  silence_seconds = max(LEAST_HEARTBEAT_SECONDS, 3 * network.silence_seconds)
+  # `HostWatch` must strike first. It sees that a whole island stood still and goes on, where its
+  # machines slept or a fault was planned; JAX would abort all of its processes then.
+  limits = LEAST_HEARTBEAT_SECONDS, 3 * network.silence_seconds, network.give_up_seconds
+  silence_seconds = max(limits)
   environment.join_hosts(coordinator, island.hosts, host, network.give_up_seconds, silence_seconds)
 
 

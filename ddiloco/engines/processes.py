@@ -28,6 +28,7 @@ from ddiloco.engines.children import Accelerator, Child, Spawn, accelerators, sp
 from ddiloco.engines.engine import MEASURE_SECONDS, Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shards
+from ddiloco.environment import INTERRUPTED
 from ddiloco.network import frames
 from ddiloco.network.transport import EVALUATOR_ADDRESS
 from ddiloco.observe.eventlog import Follower, Recorder
@@ -145,6 +146,8 @@ class ProcessesEngine(Engine):
         return None  # what its last life had is the newest that is left
       self._evaluated = None  # what its last life had is older than what the shards have
       return self._start_thread(name, self._first_evaluator + life, self._run_evaluator)
+    # A role that starts again finds its config, also where the workdir was deleted under the run.
+    workdir.join(self.workdir, self.config, self._started)
     commands = self._commands(name)
     if name not in self._children:
       spawns = [self._spawn(name, host) for host in range(len(commands))]
@@ -199,8 +202,10 @@ class ProcessesEngine(Engine):
     role = self._state.roles[name]
     early = name.startswith("syncer-") and not self._merged()
     ending = self._ending and (not early or role.asked_to_end)
-    asked = ending or role.asked_to_end  # SIGTERM then ends a process that has not begun
-    good = (status == 0 and not early) or (status == -signal.SIGTERM and asked)
+    asked = ending or role.asked_to_end
+    # SIGTERM ends a process that has not begun. One that heard a Ctrl-C itself, as where a service
+    # manager sends it to all processes of a run, says so by its status, and has lost nothing.
+    good = (status == 0 and not early) or (asked and status in (-signal.SIGTERM, INTERRUPTED))
     if role.kill is None and (ending or good):
       if not good:
         self._note_lost(name, reason)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -239,15 +240,50 @@ def test_a_stopped_role_ends_with_the_fork_server(start):
   wait_for(lambda: {state_of(process.pid), state_of(pid)} <= {"Z", ""}, "their ends")
 
 
+SUPERVISOR = """
+  import pathlib, sys, time
+  from ddiloco.engines import children
+  children.PRELOADED = ()  # quick
+  process = children.spawn_forked([sys.executable, "-m", "stays"], pathlib.Path(sys.argv[1]))
+  print(process.pid, flush=True)
+  time.sleep(100)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there the kernel ends it")
+def test_a_stopped_role_ends_with_a_supervisor_that_is_killed(tmp_path, monkeypatch):
+  """It kept the fork server, which kept it: both stayed for ever, and the run could not go on where
+  a role of it lived."""
+  monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+  attached = "from ddiloco.engines.role_spec import end_with_parent; end_with_parent()"
+  (tmp_path / "stays.py").write_text(f"{attached}; {SLEEPS}")
+  log, script = tmp_path / "log", textwrap.dedent(SUPERVISOR)
+  with subprocess.Popen([sys.executable, "-c", script, log], stdout=subprocess.PIPE) as supervisor:
+    pid = int(supervisor.stdout.readline())
+    try:
+      wait_for(lambda: "here" in log.read_text(), "its first words", supervisor, log)
+      os.kill(pid, signal.SIGSTOP)
+      wait_for(lambda: state_of(pid) == "T", "its stop")
+      supervisor.kill()
+      wait_for(lambda: state_of(pid) in ("Z", ""), "its end")
+    finally:
+      supervisor.kill()
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def test_another_fork_server_takes_over(start):
-  """One that was killed (out of memory) counts as the end of all it has started."""
+  """One that was killed (out of memory) counts as the end of all it has started. Nothing said what
+  had happened: the reason of each role's end was a bare status and its last line of progress."""
   process, log = start("import sys; print('here', flush=True); sys.stdin.read()")
   said(log, process, "here")
   pid = server._forkserver._forkserver_pid
   os.kill(pid, signal.SIGKILL)
-  assert end_of(process) == 255
+  status = end_of(process)
   wait_for(lambda: state_of(pid) == "Z", "its status")
-  process.stdin.close()  # as a supervisor does: so it really ends
+  child = children.Child("syncer-0", log.parent, [lambda *_: process])
+  child.start([[]])
+  assert "their fork server is killed" in child.bury(status)  # closes its input: so it really ends
   again, log = start("print('again')")
   assert end_of(again) == 0
   assert log.read_text() == "again\n"

@@ -12,6 +12,7 @@ import pytest
 from common import processes_of
 
 from ddiloco.config import ConfigError, from_dict
+from ddiloco.engines import island_hosts
 from ddiloco.engines.children import KILL_SECONDS, LOST, WORDS_SECONDS, Child, spawn
 from ddiloco.engines.island_hosts import COMPILED_ORDERS, Hosts, check_hosts
 from ddiloco.engines.role_spec import RoleSpec
@@ -107,13 +108,14 @@ def test_the_hosts_that_remain_may_say_what_they_know_before_their_end(tmp_path)
   assert child.bury(-signal.SIGKILL) == "killed by SIGKILL: host 1 is lost"
 
 
-def test_one_host_that_fails_is_the_end_of_all_and_the_first_says_why(tmp_path, monkeypatch):
+def test_one_host_that_fails_is_the_end_of_all_and_says_why(tmp_path, monkeypatch):
+  """Of an island whose host 0 hung, the reason was said to be host 0's last line of progress."""
   monkeypatch.setattr("ddiloco.engines.children.WORDS_SECONDS", 0.05)
-  child = child_of(tmp_path, SLEEPS, "raise SystemExit(1)", SLEEPS)
+  child = child_of(tmp_path, SLEEPS, "raise SystemExit('host 0 is lost')", SLEEPS)
   wait_for(lambda: "here" in child.log.read_text(), "its first words")
   status = wait_for(child.poll, "its end")
   living = [each.pid for each in child._processes]
-  assert child.bury(status) == "exit status 1: here" and not child.running
+  assert child.bury(status) == "exit status 1: host 0 is lost" and not child.running
   for pid in living:
     with pytest.raises(ProcessLookupError):
       os.kill(pid, 0)
@@ -225,6 +227,17 @@ def test_an_order_may_take_long_while_a_host_waits_for_data():
   )
   assert [hosts._order_seconds(True) for _ in range(2)] == [600.0, 1000.0]
   assert len(beats) == 2
+
+
+def test_jax_is_not_quicker_than_what_finds_an_island_that_slept(monkeypatch):
+  """All hosts stood still for 130 s, as where a machine sleeps. JAX aborted them when they went on,
+  100 s having been its limit."""
+  limits = []
+  monkeypatch.setattr("ddiloco.environment.join_hosts", lambda *given: limits.append(given[-1]))
+  for silence, give_up in ((30.0, 600.0), (300.0, 600.0), (1.0, 1.0)):
+    network = {"silence_seconds": silence, "give_up_seconds": give_up}
+    island_hosts._join("here:1", from_dict({"network": network}), SimpleNamespace(hosts=2), 0)
+  assert limits == [600.0, 900.0, 100.0]
 
 
 def test_a_host_that_does_not_come_to_its_end_of_compiling_is_named():

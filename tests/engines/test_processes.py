@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from common import processes_of
 
+from ddiloco import workdir as workdirs
 from ddiloco.chaos import ask_for, fault_requests
 from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
@@ -54,7 +55,7 @@ class Engine(ProcessesEngine):
 
   def __init__(self, workdir: Path, name: str, code: str, *faults: Fault):
     self.config = from_dict({"run": {"total_tokens": 1}})
-    self.workdir = workdir
+    self.workdir, self._started = workdir, 7.0
     self.now, self.merged = 0.0, False
     self.said: list[tuple[str, str]] = []  # what was logged: kind, reason or action
     self._recorder = self
@@ -232,12 +233,26 @@ def test_a_process_that_cannot_be_started_is_a_death_of_its_role(make):
   assert len(engine.reasons) == 2
 
 
+def test_a_role_starts_again_although_the_workdir_was_deleted(make, tmp_path):
+  """It found no config, and was given up; of a shard the run had failed then."""
+  engine = make("raise SystemExit(3)")
+  engine.tick(0.0)
+  assert engine.see_the_end(5.0) == DOWN
+  for file in ("config.json", "started"):
+    (tmp_path / file).unlink()
+  engine.tick(15.0)
+  assert engine.phase == UP
+  assert workdirs.saved_config(tmp_path) == engine.config
+  assert workdirs.started(tmp_path) == 7.0, "events have the times that they had before"
+
+
 @pytest.mark.parametrize(
   "code, name, lost",
   [
     ("print('lost 7 tokens'); raise SystemExit(1)", NAME, "exit status 1: lost 7 tokens"),
     ("print('here', flush=True); os.kill(os.getpid(), 9)", NAME, "killed by SIGKILL: here"),
     ("os.kill(os.getpid(), 15)", NAME, ""),  # it had not begun, or it would have handled that
+    ("print('nothing is lost'); raise SystemExit(130)", NAME, ""),  # Ctrl-C, or SIGINT to all
     ("print('no other shard has them'); raise SystemExit(1)", "syncer-0", ""),
   ],
 )
@@ -245,7 +260,8 @@ def test_when_the_run_ends_nobody_is_restarted_and_lost_work_is_kept_in_mind(
   make, code, name, lost
 ):
   """Of a learner that was killed while it drained, the run said that its work was saved. What a
-  shard had, the evaluator has: Ctrl-C of a run with one shard had the status of lost work."""
+  shard had, the evaluator has: Ctrl-C of a run with one shard had the status of lost work. So had
+  SIGINT to all processes of a run at once, with the reason that nothing was lost."""
   engine = make(f"import os; {code}", name=name)
   engine.tick(0.0)
   engine._ending = True

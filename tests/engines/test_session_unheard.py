@@ -151,6 +151,19 @@ def test_a_child_that_a_signal_without_a_name_has_ended_can_be_buried(tmp_path):
   assert child.bury(status) == f"killed by signal {number}: see {child.log}" and not child.running
 
 
+def test_last_words_of_a_process_that_xla_aborts_are_no_frame_of_its_stack(tmp_path):
+  """ "killed by SIGABRT: @ 0x7f812b2a71f5 (unknown)" was all that was said."""
+  child = Child("learner-3", tmp_path, [spawn])
+  child.log.parent.mkdir()
+  fatal = "F1201 03:32:44.396224   13396 client.h:80] Terminating process: out of memory."
+  of_the_life_before = "F1130 03:32:44.396224   13396 client.h:80] Terminating process: no cable."
+  stack = "*** Check failure stack trace: ***\n    @     0x7f811b14  f()\n    @     0x7f812b2a  g()"
+  child.log.write_text(f"{of_the_life_before}\n[0:01] learner-3: goes on\n{fatal}\n1\n\n{stack}\n")
+  assert child.last_words() == fatal
+  child.log.write_text(f"{fatal}\n{stack}\n[0:09] learner-3: goes on\n")
+  assert child.last_words() == "goes on"
+
+
 def test_last_words_of_a_log_of_months_are_its_end(tmp_path):
   child = Child("learner-3", tmp_path, [spawn])
   child.log.parent.mkdir()
