@@ -485,6 +485,8 @@ def test_it_is_readable_wide_and_narrow_light_and_dark(browser, tmp_path, scheme
   with shown(browser, run(tmp_path)):
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert browser.ask(overflow) <= 0, "nothing sticks out at the side"
+    missed = "document.querySelector('#missed')"
+    assert browser.ask(f"{missed}.scrollWidth <= {missed}.clientWidth"), "a time was cut"
     page, ink = browser.ask(
       "['backgroundColor', 'color'].map(name => getComputedStyle(document.body)[name])"
     )
