@@ -516,6 +516,11 @@ def test_a_dry_run_prints_the_plan_and_touches_no_device(tmp_path):
   assert not run.exists()
 
 
+def test_a_dry_run_says_that_it_has_not_seen_the_data():
+  said = session.describe(from_dict({"data": {"source": "text", "path": "corpus/*.txt"}}))
+  assert "\ndata: not checked: a source of your own, not on this machine, or long texts\n" in said
+
+
 def test_what_is_wrong_with_the_data_is_said_without_a_traceback(refused, tmp_path):
   nothing = ["--config.data.source=text", f"--config.data.path={tmp_path}/*.txt"]
   said = refused(*TRAIN, f"--workdir={tmp_path / 'run'}", "--cpu", *nothing)
