@@ -78,8 +78,9 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert "killed on purpose" in browser.text("#legend") and "down" in browser.text("#legend")
     assert "in the global model" in browser.text("#goodput") and "down" in browser.text("#goodput")
     assert browser.ask("document.querySelectorAll('#versions tbody tr').length") == 4
-    said = r"island 3\tno answer within the grace window\t\d:\d\d before the end"
-    assert re.search(said, browser.text("#missed")), "nothing said when"
+    said = browser.text("#missed")
+    assert re.search(r"island 3\tno answer within the grace window\t\d:\d\d\b", said), "when?"
+    assert "\tbefore the end\n" in said
     assert "shard 1" in browser.text("#links") and "MB" in browser.text("#links")
     assert "the run is over" in browser.text("#log-events")
     assert browser.text("#waiting-says") == "No role waits: there is no run under way."
