@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import runpy
 import threading
 import time
@@ -69,7 +70,8 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
   if saved.suffix == ".json":
     return changeable(read_config(saved, f"--{flag}={path}"))
   file, _, preset = path.partition(":")
-  fix = "name a Python file whose get_config() returns a config, such as configs/quickstart.py"
+  like = "configs/chaos/region.py" if flag == "config.chaos" else "configs/quickstart.py"
+  fix = f"name a Python file whose get_config() returns a config, such as {like}"
   try:
     get_config = runpy.run_path(file)["get_config"]
     if preset:
@@ -83,6 +85,10 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
     what = "has no get_config()" if error.args == ("get_config",) else str(error)
     if isinstance(error, ImportError):
       fix = "install it; for a file of your own, set PYTHONPATH to its folder"
+    close = re.search(r'Did you mean "(\w+)" instead of "(\w+)"', what)
+    if unknown := close or re.search(r'Key "(\w+)" does not exist', what):
+      what = f"there is no field {unknown[unknown.lastindex]!r}"  # the text also has all others
+      fix = f"did you mean {close[1]!r}" if close else "ddiloco/config/schema.py has all fields"
     what, _, own = what.partition(" Fix: ")  # some bring their fix
     said = f"{line}{type(error).__name__}: {what.rstrip('.')}"
     raise refusal(f"--{flag}", path, said, own.rstrip(".") or fix) from error

@@ -362,7 +362,7 @@ def read_config(path: Path, named: str) -> Config:
     raise ConfigError(f"{named}: {error}") from error
   except (FileNotFoundError, NotADirectoryError) as error:
     fix = "name the directory of a run"
-    raise ConfigError(f"{named}: holds no run's config ({error}). Fix: {fix}.") from error
+    raise ConfigError(f"{named}: holds no run's config ({error.strerror}). Fix: {fix}.") from error
   except OSError as error:
     fix = "make it readable, or start again when its storage answers"
     raise kind_of(error)(f"{named}: cannot be read ({error}). Fix: {fix}.") from error

@@ -28,7 +28,7 @@ for _needed in ("ddiloco", "jax"):
 from ddiloco import api, environment
 from ddiloco import workdir as workdirs
 from ddiloco.checks import refusal, require
-from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.config import Config, ConfigError, check_field, from_dict
 from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog, GrowingLog, read_events
 from ddiloco.protocol.events import Commit, RunFinished, Started
@@ -173,6 +173,8 @@ def config_of(name: str, fields: Mapping[str, Any]) -> Config:
   """configs/NAME.py, or NAME:PRESET, with some fields changed, as {"sync.num_fragments": 6}."""
   file, colon, preset = name.partition(":")
   values = api.load(f"{ROOT / 'configs' / file}.py{colon}{preset}")
+  for field, value in fields.items():
+    check_field(field, value)
   values.update_from_flattened_dict(dict(fields))
   return from_dict(values)
 

@@ -126,7 +126,7 @@ class Flags:
       rest = self._values(self._arguments)
     except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
       fix = f"`ddiloco {command} --help` has all flags, ddiloco/config/schema.py all fields"
-      raise ConfigError(f"{error}. Fix: {fix}.") from error
+      raise ConfigError(f"{str(error).rstrip(' ?.')}. Fix: {fix}.") from error
     for name in self._values:
       value = self._values[name].value
       if name in ("workdir", "keys") and value:  # no shell reads the "~" of --workdir=~/runs

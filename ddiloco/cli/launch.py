@@ -72,7 +72,7 @@ def launch(arguments: list[str]) -> int:
 
 
 def _add_flags(given: Flags, run_class: type) -> None:
-  given.add("name", "", "Of the run; all that is made begins with it.")
+  given.add("name", "", "Name of the run; the names of all that is made begin with it.")
   given.add("image", "", "Container image with ddiloco[tpu,gcs,tokenizers].")
   given.add("bucket", "", "gs://BUCKET/FOLDER of the snapshots.")
   given.add("keys", "keys", "Folder that `ddiloco keys` made.")
@@ -87,7 +87,7 @@ def _add_flags(given: Flags, run_class: type) -> None:
   given.add("prices", (), "Dollars an hour of a chip and a shard's machine: v5p=4.2,shard=1.1.")
   given.add("hours", 0.0, "How long you mean to keep it, for its cost.", 0.0)
   given.add("watch_hours", 24.0, "The longest that watch watches.", 0.0)
-  given.add("poll_seconds", 20.0, "Between two looks.", 0.0)
+  given.add("poll_seconds", 20.0, "Seconds between two looks at the cloud.", 0.0)
   given.add("dry_run", False, "Print what would be done, and do nothing.")
   given.add("yes", False, "Do what costs money.")
   given.add_fields(run_class)

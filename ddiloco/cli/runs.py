@@ -138,12 +138,12 @@ def profile(arguments: list[str]) -> int:
   was taken, or not yet.
   """
   given = Flags(arguments, "workdir")
-  given.add("learner", 0, "Whose steps.")
-  many = "How many of them, as a whole; a profile takes about a megabyte a step."
+  given.add("learner", 0, "Number of the learner.")
+  many = "Number of steps; a profile takes about a megabyte a step."
   given.add("steps", 5, many, least=1, most=MOST_STEPS)
-  first = "The first, as a global step; 0 or one that is over: the next."
+  first = "Global step to begin at; 0, or one that is over: the next one."
   given.add("from_step", 0, first, least=0)
-  given.add("wait_seconds", 120.0, "For the trace to be there.")
+  given.add("wait_seconds", 120.0, "How long to wait for the profile.")
   given.parse(profile.__doc__)
   request = ProfileRequest(f"learner-{given.learner}", given.steps, given.from_step)
   there, said = take_profile(given.workdir, request, given.wait_seconds)
@@ -160,9 +160,9 @@ def generate(arguments: list[str]) -> int:
   """Lets the trained global model of a run continue a prompt."""
   given = Flags(arguments, "config", "workdir", "cpu")
   given.add("prompt", "", "Text to continue.")
-  given.add("tokens", 200, "How many tokens.", least=1)
-  given.add("temperature", 0.7, "0: greedy.", least=0.0)
-  given.add("seed", 0, "Of the sampling.")
+  given.add("tokens", 200, "Number of tokens to write.", least=1)
+  given.add("temperature", 0.7, "Temperature of the sampling; 0: greedy.", least=0.0)
+  given.add("seed", 0, "Seed of the sampling.")
   given.parse(generate.__doc__)
   config = given.run_config()
   ready(config, cpu=given.cpu)
@@ -237,7 +237,9 @@ def export(arguments: list[str]) -> int:
     rule = f"cannot be written ({type(error).__name__}: {error})"
     fix = "choose a path that you may write to, with enough room"
     raise refusal("--to", to, rule, fix) from error
-  print(f"{written}: {sum(value.size for value in params.values()):,} parameters")
+  # A misspelled suffix makes a folder.
+  form = "one file" if str(written).endswith(weights.SUFFIX) else "a folder"
+  print(f"{written}: {sum(value.size for value in params.values()):,} parameters, in {form}")
   return FINISHED
 
 
@@ -393,11 +395,11 @@ def learner(arguments: list[str]) -> int:
   given = Flags(arguments, "config", "workdir", "cpu")
   _add_role_flags(given)
   _add_gpus(given)
-  given.add("learner", int, "Its number.", least=0, most=MAX_LEARNERS - 1)
+  given.add("learner", int, "Number of the learner.", least=0, most=MAX_LEARNERS - 1)
   given.add(
     "hosts", "", "Where the hosts of an island meet (islands.hosts > 1): tcp://HOST:PORT of host 0."
   )
-  given.add("host", 0, "Which of them this is; 0 leads.", least=0)
+  given.add("host", 0, "Number of this host of the island; host 0 leads.", least=0)
   given.parse(learner.__doc__)
   config, place = given.final_config(), _place(given, hosts=given.hosts, host=given.host)
   number = given.needed("learner", "3, its number")
@@ -420,7 +422,7 @@ def syncer(arguments: list[str]) -> int:
   """
   given = Flags(arguments, "config", "workdir")
   _add_role_flags(given)
-  given.add("shard", int, "Its number.", least=0)
+  given.add("shard", int, "Number of the shard.", least=0)
   given.add("bind", str, "Where it listens, tcp://HOST:PORT.")
   given.parse(syncer.__doc__)
   config = given.final_config()

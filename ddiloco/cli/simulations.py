@@ -126,11 +126,11 @@ def _add_plan_flags(given: Flags) -> None:
   given.add(
     "parameters", float, "Size of the model, instead of the config's; fragments are equal.", 1.0
   )
-  given.add("islands", int, "How many, instead of the config's.")
+  given.add("islands", int, "Number of islands, instead of the config's.")
   given.add("gbps", float, "Gbit/s of every island's link, in each direction.")
-  given.add("latency_ms", 0.0, "One way, between any two places.")
+  given.add("latency_ms", 0.0, "Delay one way, between any two places.")
   given.add_fields(planner.Setting)
-  given.add("codec", str, "Both ways, instead of the config's: f32, bf16, int8, int4.")
+  given.add("codec", str, "Codec both ways, instead of the config's: f32, bf16, int8, int4.")
   given.add("step_seconds", float, "How long an inner step takes (see `ddiloco compile`).")
   given.add(
     "measure", False, "Measure --merge_gbytes on this machine, as a shard merges: some seconds."
@@ -172,9 +172,9 @@ def protocol(arguments: list[str]) -> int:
   given = Flags(arguments, "config")
   given.add_fields(Speeds)
   given.add("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
-  given.add("latency_ms", "1", "One way, one for all or a list; between two islands the longer.")
+  given.add("latency_ms", "1", "Delay one way, one or a list; between two islands the longer.")
   given.add("parameters", int, "Size of the model, in equal fragments; default: the config's.", 1)
-  given.add("seconds", float, "Of virtual time at most; default: until all tokens are merged.", 0.0)
+  given.add("seconds", float, "Virtual time at most; default: until all tokens are merged.", 0.0)
   given.add("workdir", "", "Gets the events; empty: they are not kept.")
   given.add("overwrite", False, "Replace the run that is in workdir.")
   given.add("json", False, "Print one JSON object instead of text.")
@@ -287,14 +287,14 @@ def compile_islands(arguments: list[str]) -> int:
   not fit.
   """
   given = Flags(arguments, "config")
-  given.add("topology", "", "Of every island, instead of its islands.topology.")
+  given.add("topology", "", "Topology of every island, instead of its islands.topology.")
   given.add("num_slices", 1, "Slices of one controller (Pathways), one an island.", 1)
   given.add("mfu", 0.4, "Share of the peak that steps are assumed to reach.", 0.01, 1.0)
   given.add_choice(
     "level",
     ["O0", "O1", "O2", "O3", "UNKNOWN"],
-    "Of the compiler's search for quick programs: UNKNOWN is what islands run, and searches minutes"
-    " long for the quickest tiles; O0 takes about as much memory, and a fraction of the time.",
+    "Effort of the compiler's search for quick programs: UNKNOWN is what islands run, and searches"
+    " minutes long for the quickest tiles; O0 takes a fraction of the time, and as much memory.",
   )
   given.add("json", False, "Print one JSON object instead of text.")
   given.parse(compile_islands.__doc__)

@@ -143,7 +143,7 @@ def default() -> ml_collections.ConfigDict:
 
 def changeable(config: Config) -> ml_collections.ConfigDict:
   """The config's values as a ConfigDict that refuses unknown fields."""
-  values = ml_collections.ConfigDict(dataclasses.asdict(config), allow_dotted_keys=True)
+  values = ml_collections.ConfigDict(dataclasses.asdict(config), allow_dotted_keys=True).lock()
   for section in values.values():
     for field in section.values() if isinstance(section, ml_collections.ConfigDict) else ():
       if isinstance(field, ml_collections.ConfigDict):  # a mapping, whose names are free

@@ -569,6 +569,8 @@ def describe(config: Config, corpus: data.Corpus | None = None) -> str:
     tokens = len(corpus.train) * config.data.sequence_length
     epochs = config.run.total_tokens / tokens
     lines.append(f"data: {tokens:,} tokens to train on, which the run reads {epochs:.3g} times")
+  else:  # see data.check_here
+    lines.append("data: not checked: a source of your own, not on this machine, or long texts")
   for m in range(config.islands.num_learners):
     island = config.islands.island(m)
     shape = f"data={island.data} fsdp={island.fsdp} tensor={island.tensor}"

@@ -33,13 +33,13 @@ class GkeRun:
 
   placement: Placement
   claim: str = option("", "ReadWriteMany volume claim, in every cluster: workdir is on it.")
-  namespace: str = option("default", "In every cluster.")
-  service_account: str = option("", "Of the pods: may write the bucket; else the namespace's own.")
-  cluster_domain: str = option("cluster.local", "Of names in a cluster.")
-  shard_cpus: int = option(8, "Of each shard, which has a machine to itself, and the evaluator.", 1)
-  shard_memory: str = option("32Gi", "Of each shard (`ddiloco plan` says it).")
+  namespace: str = option("default", "Namespace in every cluster.")
+  service_account: str = option("", "Account of pods, to write the bucket; else the namespace's.")
+  cluster_domain: str = option("cluster.local", "Domain of names in a cluster.")
+  shard_cpus: int = option(8, "CPUs of each shard, with a machine to itself, and evaluator.", 1)
+  shard_memory: str = option("32Gi", "Memory of each shard (`ddiloco plan` says it).")
   evaluator_memory: str = option(
-    "", "Of the evaluator, which takes 8 bytes a parameter to save the result; else as a shard."
+    "", "Memory of the evaluator, 8 bytes a parameter to save the result; else as a shard."
   )
   shard_addresses: tuple[str, ...] = option(
     (), "Reserved internal addresses of the shards, where there are two clusters."

@@ -40,14 +40,14 @@ class TpuVmRun:
 
   placement: Placement
   syncers: tuple[str, ...] = option((), "Urls of all shards, as the slices reach them.")
-  project: str = option("", "Of the cloud; else gcloud's own.")
+  project: str = option("", "Project of the cloud; else gcloud's own.")
   queued: bool = option(False, "Ask by queued resources, the older way.")
   host_folder: str = option(
-    "/var/lib/ddiloco", "Of a host: its workdirs; what is not shared there ends with the slice."
+    "/var/lib/ddiloco", "Folder of a host's workdirs; it ends with the slice, unless it is shared."
   )
   runtime_version: str = option("", "Image of the VMs; else the topology's own.")
   slice_minutes: float = option(60.0, "The longest wait for a slice.", 0.0)
-  recreations: int = option(20, "Of a slice that was taken away.", 0)
+  recreations: int = option(20, "How often a slice that was taken away is made again.", 0)
   identity: str = ""  # a digest: another run of this name has another one; "": not known
 
   @property

@@ -64,7 +64,7 @@ CAUSES = {  # each in words, which dashboard/page/goodput.js has as well
   "rejected": "work rejected",
   "pending": "work not merged yet",
   "save": "snapshots",
-  "other": "other causes",
+  "other": "between steps",
 }
 RECENT_STEPS = 33  # a step or pause longer than STALL_STEPS times the median of these is a stall
 EXACT_STEPS = 2048  # steps of an island kept one by one: two snapshot intervals are 400

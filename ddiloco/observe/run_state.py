@@ -39,7 +39,8 @@ RECENT_LOG_EVENTS = 100
 MOST_MARKS = 200
 NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports the same member
 LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it
-LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most RECENT_COMMITS
+LONE_PERIODS = 3  # recent are so many rounds of each fragment, at most RECENT_COMMITS in all;
+LEAST_ROUNDS = 4  # and at least so many in all
 SHOWN_REASONS = SHOWN_ROLES = 4
 PACE_SECONDS = 600.0  # after so long a pace is known, also if it is far less than a percent
 NOTED_COMPILE_SECONDS = 0.5
@@ -173,7 +174,7 @@ class RunState:
   @property
   def solo(self) -> str:
     """Says that round after round merged one island alone, though there are others, and why; ""."""
-    needed = min(RECENT_COMMITS, max(LEAST_ROUNDS, len(self.fragments)))
+    needed = min(RECENT_COMMITS, max(LEAST_ROUNDS, LONE_PERIODS * len(self.fragments)))
     recent = list(self.lone)[-needed:]
     count = sum(m >= 0 for m in recent)
     if self.finished or count < LONE_SHARE * needed or len(recent) < needed:
@@ -188,7 +189,7 @@ class RunState:
     why = f" Why: {'; '.join(reasons)}." if reasons else ""
     return (
       f"{count} of the last {needed} rounds merged {who}, of {len(there)}: what the"
-      f" others do is not in the global model.{why} sync.min_quorum allows it."
+      f" others do is not in the global model.{why} Fix: raise sync.min_quorum."
     )
 
   def speed(self, time: float) -> Speed:

@@ -30,7 +30,7 @@ class Fleet:
   chips: int = option(1_200_000, "Chips of the whole fleet.")
   learners: int = option(8, "Learners that share the chips equally and never wait for each other.")
   days: float = option(30.0, "Simulated time, days.")
-  seed: int = option(0, "Of the failures; the same ones strike whatever the number of learners.")
+  seed: int = option(0, "Seed of the failures, which are the same for any number of learners.")
   mtbi_chip_years: float = option(
     1.0, "Mean time between interruptions of one chip, years; Poisson [paper]."
   )

@@ -38,7 +38,7 @@ class Speeds:
   """How fast everything is, which a config does not say."""
 
   sizes: tuple[int, ...]  # values of every fragment
-  step_seconds: float = option(1.0, "Of islands without islands.min_step_seconds.")
+  step_seconds: float = option(1.0, "Time of a step, of islands without islands.min_step_seconds.")
   jitter: float = option(0.1, "A step lasts up to this share longer.")
   gbps: tuple[float, ...] = (0.0,)  # of every island's link, one for all or one each; 0: no limit
   latency_seconds: tuple[float, ...] = (0.001,)  # one way; one for all or one each
@@ -49,7 +49,7 @@ class Speeds:
   )
   host_gbytes: float = option(bandwidth.CORE_GBYTES, bandwidth.ABOUT_HOST_GBYTES)
   late_seconds: float = 0.0  # a life's first step takes up to this longer: learners spread
-  seed: int = option(0, "Of step times.")
+  seed: int = option(0, "Seed of the step times.")
 
   def __post_init__(self):
     typed("simulate", self)

@@ -114,7 +114,11 @@ def test_the_config_is_needed(refused):
     (
       "from ddiloco import config\n"
       "def get_config():\n  c = config.default()\n  c.sync.min_qurum = 3\n  return c\n",
-      ["sync.min_qurum = 3", "did you mean 'min_quorum'"],
+      ["line 4", "no field 'min_qurum'. Fix: did you mean 'min_quorum'.\n"],
+    ),
+    (
+      "from ddiloco import config\ndef get_config():\n  c = config.default()\n  c.zzz = 3\n",
+      ["line 4", "no field 'zzz'. Fix: ddiloco/config/schema.py has"],
     ),
     (
       "from ddiloco import config\n"
@@ -156,6 +160,8 @@ def test_a_preset_that_is_not_there(refused):
   region = f"--config.chaos={ROOT / 'configs' / 'chaos' / 'region.py'}:east"
   said = refused("train", f"--config={QUICKSTART}", region, "--workdir=x")
   assert "ValueError: could not convert" in said and "Fix: give after the colon what" in said
+  said = refused("train", f"--config={QUICKSTART}", "--config.chaos=regoin.py", "--workdir=x")
+  assert "returns a config, such as configs/chaos/region.py" in said
 
 
 @pytest.mark.parametrize(
@@ -508,6 +514,11 @@ def test_a_dry_run_prints_the_plan_and_touches_no_device(tmp_path):
   for part in (*shown, "shard 1: owns fragments 1, 3, 5"):
     assert part in done.stdout
   assert not run.exists()
+
+
+def test_a_dry_run_says_that_it_has_not_seen_the_data():
+  said = session.describe(from_dict({"data": {"source": "text", "path": "corpus/*.txt"}}))
+  assert "\ndata: not checked: a source of your own, not on this machine, or long texts\n" in said
 
 
 def test_what_is_wrong_with_the_data_is_said_without_a_traceback(refused, tmp_path):

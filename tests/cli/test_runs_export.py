@@ -155,7 +155,8 @@ def test_one_line_says_what_was_written(workdir, params, tmp_path, capsys, form)
   to = tmp_path / "out" / form
   assert export(workdir, to) == 0
   count = sum(value.size for value in params.values())
-  assert capsys.readouterr() == (f"{to}: {count:,} parameters\n", "")
+  what = "one file" if form.endswith(".safetensors") else "a folder"
+  assert capsys.readouterr() == (f"{to}: {count:,} parameters, in {what}\n", "")
 
 
 def test_plain_libraries_read_the_weights_and_what_they_are(workdir, params, tmp_path):

@@ -285,6 +285,15 @@ def test_unknown_fields_are_refused_at_every_level(path, close):
   assert (f"did you mean '{close}'" if close else "Fix: ") in text
 
 
+def test_a_wrong_name_is_refused_where_it_is_written():
+  """In a notebook it stayed in the config, and was refused again after it had been corrected."""
+  config = default()
+  with pytest.raises(AttributeError, match='Did you mean "total_tokens"'):
+    config.run.total_tokns = 5
+  config.data.options.base = config.islands.resources.TPU = 4  # names that are free
+  assert "total_tokns" not in config.run and config.data.options.base == 4
+
+
 def test_names_that_are_right_are_compared_with_no_others(monkeypatch):
   """Nine tenths of the time that a config took went into what was close to each of its names."""
   looked_for = []

@@ -78,8 +78,9 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert "killed on purpose" in browser.text("#legend") and "down" in browser.text("#legend")
     assert "in the global model" in browser.text("#goodput") and "down" in browser.text("#goodput")
     assert browser.ask("document.querySelectorAll('#versions tbody tr').length") == 4
-    said = r"island 3\tno answer within the grace window\t\d:\d\d before the end"
-    assert re.search(said, browser.text("#missed")), "nothing said when"
+    said = browser.text("#missed")
+    assert re.search(r"island 3\tno answer within the grace window\t\d:\d\d\b", said), "when?"
+    assert "\tbefore the end\n" in said
     assert "shard 1" in browser.text("#links") and "MB" in browser.text("#links")
     assert "the run is over" in browser.text("#log-events")
     assert browser.text("#waiting-says") == "No role waits: there is no run under way."
@@ -485,6 +486,8 @@ def test_it_is_readable_wide_and_narrow_light_and_dark(browser, tmp_path, scheme
   with shown(browser, run(tmp_path)):
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert browser.ask(overflow) <= 0, "nothing sticks out at the side"
+    missed = "document.querySelector('#missed')"
+    assert browser.ask(f"{missed}.scrollWidth <= {missed}.clientWidth"), "a time was cut"
     page, ink = browser.ask(
       "['backgroundColor', 'color'].map(name => getComputedStyle(document.body)[name])"
     )

@@ -34,15 +34,15 @@ def rounds(make):
 
 
 def test_a_minimum_quorum_of_1_must_not_silently_become_solo_runs(rounds):
-  events = rounds((1, 2), *[(0,)] * 4)
+  events = rounds((1, 2), *[(0,)] * 6)
   said = fold(events).solo
-  assert "4 of the last 4 rounds merged island 0 alone, of 3" in said
+  assert "6 of the last 6 rounds merged island 0 alone, of 3" in said
   assert f"Why: island 1: {LATE}; island 2: {LATE}. " in said and "sync.min_quorum" in said
   found = status(fold(events), events[-1].time + 1)
   assert found["phase"] == "running" and found["solo"] == said
   assert [note["text"] for note in found["log_events"] if note["tone"] == "bad"] == [said]
   screen = Console(file=io.StringIO(), width=100)
-  screen.print(render(fold(events), 8.0))
+  screen.print(render(fold(events), 10.0))
   assert "rounds merged island 0 alone" in screen.file.getvalue()
 
 
@@ -54,13 +54,13 @@ def test_it_is_over_when_several_are_merged_again(rounds):
 
 
 def test_each_on_its_own_is_as_bad(rounds):
-  said = fold(rounds((0,), (1,), (2,), (0,), learners=7)).solo
+  said = fold(rounds((0,), (1,), (2,), (0,), (1,), (2,), learners=7)).solo
   assert "merged only one island each, of 7" in said and said.count(LATE) == 4, "not all"
 
 
 def test_the_report_counts_them(rounds):
-  found = summarise(rounds((0, 1, 2), *[(0,)] * 7, (0, 1)))
-  assert found["solo_rounds"] == 4, "from the fourth in a row on"
+  found = summarise(rounds((0, 1, 2), *[(0,)] * 9, (0, 1)))
+  assert found["solo_rounds"] == 4, "from the sixth in a row on"
   assert dict(key_numbers(found))["commits that repeated one island alone"] == "4"
   assert "solo_rounds" not in summarise(rounds(*[(0, 1)] * 9))
 
@@ -70,8 +70,10 @@ def test_where_nobody_else_is_expected_it_is_as_it_should_be(make, rounds):
   left = [make.event(1.5, f"learner-{m}", "stopped", reason="drained") for m in (1, 2)]
   events = rounds(*[(0,)] * 3)
   assert fold(events).solo == "", "three are not many"
+  assert fold(rounds(*[(0,)] * 5)).solo == "", "nor are two of each fragment: a process had no core"
   more = [
-    make.commit(9.0 + n, fragment=n, round=9 + n, weights={"0": 1.0}, missing={}) for n in range(4)
+    make.commit(9.0 + n, fragment=n % 2, round=9 + n, weights={"0": 1.0}, missing={})
+    for n in range(6)
   ]
   assert fold([*events, *left, *more]).solo == ""
   assert fold([*events, *more]).solo != ""

@@ -15,7 +15,7 @@ const CAUSES = {
   rejected: ["work rejected", "steps of pushes that were rejected"],
   pending: ["work not merged yet", "steps that may still be merged"],
   save: ["snapshots", "copies of the state"],
-  other: ["other causes", "copies, applies"],
+  other: ["between steps", "copies, applies, waits for a processor"],
 };
 
 export function goodput(account) {

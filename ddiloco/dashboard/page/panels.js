@@ -47,8 +47,9 @@ export function drawPanels(status) {
 /** Whether nothing goes on any more, as far as is known: what is said is of the end of the log. */
 const still = ({ phase }) => phase === "over" || phase === "silent";
 
-const age = (status, at) =>
-  `${clockTime(status.seconds - at)} ${still(status) ? "before the end" : "ago"}`;
+const since = (status) => (still(status) ? "before the end" : "ago");
+const passed = (status, at) => clockTime(status.seconds - at);
+const age = (status, at) => `${passed(status, at)} ${since(status)}`;
 
 // Islands that have left count no more, until the run is over and all have.
 function present({ phase, islands }) {
@@ -173,7 +174,7 @@ function waiting(status) {
   const columns = [
     ["island", islandName, "row"],
     ["why it last missed a round", (island) => island.missed_reason, "text"],
-    ["when", ({ missed_seconds: at }) => (at === null ? "now" : age(status, at)), "muted"],
+    [since(status), ({ missed_seconds: at }) => (at === null ? "now" : passed(status, at)), "muted"],
   ];
   put(byId("missed"), missed.length ? table(missed, columns) : "");
 }
