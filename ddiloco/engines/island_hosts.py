@@ -38,6 +38,7 @@ from ddiloco.workdir import COMPILED
 
 SLOW_STEPS = 10  # an island that takes as long as so many usual steps does not stand still
 LEAST_HEARTBEAT_SECONDS = 100.0  # least value of JAX's own limit
+MOST_HEARTBEAT_SECONDS = float((1 << 31) - 1)  # JAX counts them in 32 bits
 READY = b"ready"
 COMPILED_ORDERS = 1  # orders that a host has carried out once it has compiled
 
@@ -86,8 +87,8 @@ def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, h
   # `HostWatch` must strike first. It sees that a whole island stood still and goes on, where its
   # machines slept or a fault was planned; JAX would abort all of its processes then.
   limits = LEAST_HEARTBEAT_SECONDS, 3 * network.silence_seconds, network.give_up_seconds
-  silence_seconds = max(limits)
-  environment.join_hosts(coordinator, island.hosts, host, network.give_up_seconds, silence_seconds)
+  seconds = network.give_up_seconds, min(max(limits), MOST_HEARTBEAT_SECONDS)
+  environment.join_hosts(coordinator, island.hosts, host, *seconds)
 
 
 def name_lost_host() -> None:

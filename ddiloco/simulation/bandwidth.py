@@ -318,7 +318,10 @@ def typical(setting: Setting, size: int) -> TypicalRound:
   arrived = [_arrivals(setting, at, chance, *pushed) for at in drawn]
   quorum_seconds = statistics.mean(sorted(each)[least - 1] for each in arrived)
   copied = sync.copy and sync.copy + 2 * setting.latency_seconds  # with the buddy's receipt
-  way_back = sync.merge + copied + sync.publish + setting.latency_seconds + sync.stage
+  way_back = sync.merge + copied + sync.stage
+  # A shard knows that of the median learner, of two the one that is beside it.
+  if setting.away > setting.islands // 2:
+    way_back += sync.publish + setting.latency_seconds
   known = 0.0 if config.apply in events.KEEPS_WORK else way_back
   grace = rules.grace_seconds(step, quorum_seconds, known, config)
   taken: list[float] = []  # from copy-out to apply, of participants
@@ -357,9 +360,11 @@ def _latency(setting: Setting, learner: int) -> float:
 
 
 def _copied_out(setting: Setting, chance: random.Random) -> list[float]:
-  """When each learner copies out. The learner that reported has nearly a whole step before it; the
-  others are anywhere in their steps."""
-  asker, step, found = chance.randrange(setting.islands), setting.step_seconds, []
+  """When each learner copies out. The learner whose report was there first has nearly a whole step
+  before it; the others are anywhere in their steps."""
+  step, found = setting.step_seconds, list[float]()
+  reports = [chance.random() * step + _latency(setting, i) for i in range(setting.islands)]
+  asker = reports.index(min(reports))
   for i in range(setting.islands):
     asked = _latency(setting, i)
     if i == asker:

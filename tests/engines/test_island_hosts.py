@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from common import processes_of
 
+from ddiloco import environment
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import island_hosts
 from ddiloco.engines.children import KILL_SECONDS, LOST, WORDS_SECONDS, Child, spawn
@@ -203,6 +204,16 @@ def test_of_hosts_that_cannot_all_be_started_none_goes_on(tmp_path):
     with pytest.raises(RuntimeError, match="no such actor"):
       child.start([[], []])
     assert not child.running and status == [-signal.SIGKILL]
+
+
+def test_the_longest_silence_that_a_config_may_have_is_no_longer_than_jax_can_count(monkeypatch):
+  """Three times 1e9 s did not fit into 32 bits: hosts of an island ended with a TypeError."""
+  given = []
+  monkeypatch.setattr(environment, "join_hosts", lambda *arguments: given.append(arguments))
+  for seconds in (1.0, 1e9):
+    config = from_dict({"network": {"silence_seconds": seconds, "give_up_seconds": 600.0}})
+    island_hosts._join("localhost:1", config, SimpleNamespace(hosts=2), 0)
+  assert given == [("localhost:1", 2, 0, 600.0, most) for most in (600.0, 2**31 - 1)]
 
 
 def test_an_order_may_take_long_until_the_usual_step_is_known():

@@ -42,6 +42,17 @@ GRID = {
     {"sync_period": 60, "overlap_steps": 20},
   ),
   "shards beside islands": (2, 1.0, 1, 10, 0, 50, {"sync_period": 48, "overlap_steps": 12}),
+  "beside one of two, work is overwritten": (
+    *(2, 0.5, 1, 20, 0, 10),
+    {
+      **{"sync_period": 24, "overlap_steps": 2, "num_shards": 2},
+      **{"apply": "overwrite", "push_codec": "int4"},
+    },
+  ),
+  "the other one is three steps away": (
+    *(2, 0.1, 1, 1000, 0, 150),
+    {"sync_period": 12, "overlap_steps": 2, "apply": "overwrite"},
+  ),
   "two of them, with copies": (
     *(2, 1.0, 1, 10, 0, 100),
     {"sync_period": 48, "overlap_steps": 16, "num_shards": 2},
