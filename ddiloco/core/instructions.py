@@ -241,7 +241,7 @@ def _add(
   for half, totals in enumerate(sums):
     parts = []
     for total, power in zip(totals, powers, strict=True):
-      whole = w.llvm.sitofp(total, _FLOATS_8)  # exact: below 2**24, but for the power of two
+      whole = w.llvm.sitofp(total, _FLOATS_8)  # exact: at most 2**24 times its power of two
       share = w.llvm.fmul(whole, _same(_FLOATS_8, 0.5**power / FINEST))
       parts.append(w.llvm.fmul(share, w.spread(top, _FLOATS_8)))
     for place, places in zip((32 * half, 64 + 32 * half), _IN_TURN, strict=True):

@@ -515,6 +515,6 @@ def test_kernels_are_compiled_anew_when_what_is_compiled_into_them_has_changed(
     return sum(kernel.stats.cache_hits.values())
 
   assert [hits(), hits()] == [0, 1]
-  for module, function in ((codec, "parts"), (instructions, "_instruction")):
+  for module, function in ((codec, "parts"), (passes, "step"), (instructions, "_instruction")):
     monkeypatch.setattr(module, function, hits)  # of another file
     assert hits() == 0
