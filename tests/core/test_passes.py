@@ -210,7 +210,10 @@ def test_what_no_encoder_writes_is_a_number_to_kernels_too(name, same_bits, comp
   old = Vectors(*randoms(3, fragment.size))
   pushes, units = [Encoded(name, bad), other], np.full((2, 1), 0.3, np.float32)
   same_bits(lambda: all_of(passes.step(Sum(fragment, pushes, units), old, NESTEROV, name)))
+  compiled(False)
+  squares = squares_of(fragment, pushes[0])
   compiled(True)
+  np.testing.assert_allclose(squares_of(fragment, pushes[0]), squares, rtol=1e-6)
   payload = good.payload.copy()
   payload[:4] = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
   assert np.isnan(squares_of(fragment, Encoded(name, payload))).all()
@@ -274,12 +277,13 @@ def test_a_payload_at_an_odd_address_is_read_alike(compiled):
 def read(fragment, pushes, units):
   """The pushes' sum as one vector; `units` [M] or [M, pieces]."""
   units = np.broadcast_to(np.float32(units).T, (len(fragment.pieces), len(pushes))).T
-  total, scratch = np.empty((2, fragment.size), np.float32)
+  total, scratch = np.full((2, fragment.size + 100), np.float32(7))
   for segment in passes.segments(fragment):
     for chunk in segment.chunks():
       here = slice(chunk.start, chunk.stop)
       Sum(fragment, pushes, units).read(chunk, total[here], scratch[here])
-  return total
+  assert (total[fragment.size :] == 7).all()  # kernels write by address
+  return total[: fragment.size]
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -313,12 +317,13 @@ def test_codes_add_up_to_the_same_bits_in_any_order(name, same_bits):
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_push_alone_is_what_it_decodes_to(name, same_bits):
-  """Also with scales that f32 holds only roughly, or below 0."""
+  """Also with scales that f32 holds only roughly, or below 0, and with any code as padding."""
   fragment = fragment_of(CHUNK + 301)
   (push,) = encoded(randoms(1, fragment.size), name)
   payload = push.payload.copy()
   scales, _ = codec.parts(Encoded(name, payload), fragment.size)
   scales[:6] = 1e-45, 1e-40, -1e-39, -2.5, 0, 1e36
+  payload[-1] ^= 0x70
   ours = same_bits(lambda: [read(fragment, [Encoded(name, payload)], [1])])[0]
   np.testing.assert_array_equal(ours, codec.decode(payload, fragment.size, name))
 
