@@ -200,8 +200,8 @@ def factors(w: _Writer, units: Any, scales: Any, int4: Any) -> Any:
   top = w.largest(w.magnitudes(w.llvm.bitcast(factors, _INTS_8)))
   shares = w.llvm.fdiv(factors, w.spread(top, _FLOATS_8))
   shares = w.rounded(w.llvm.fmul(shares, _same(_FLOATS_8, FINEST)))
-  above, below = w.llvm.fcmp_ordered(">", top, _F32(0)), w.llvm.fcmp_ordered("<", top, _F32(np.inf))
-  whole = w.llvm.fptosi(w.llvm.select(w.llvm.and_(above, below), shares, zero), _INTS_8)
+  known = w.llvm.fcmp_ordered("ord", shares, shares)  # not 0 / 0, nor a share of inf or NaN
+  whole = w.llvm.fptosi(w.llvm.select(known, shares, zero), _INTS_8)
   surplus = w.llvm.mul(w.call("llvm.vector.reduce.add.v8i32", _I32, whole), _I32(8))
   begin = w.llvm.select(int4, w.llvm.neg(surplus), _I32(0))
   pairs = w.llvm.bitcast(w.llvm.trunc(whole, ir.VectorType(_I16, TOGETHER)), _PAIRS)
@@ -241,7 +241,7 @@ def _add(
   for half, totals in enumerate(sums):
     parts = []
     for total, power in zip(totals, powers, strict=True):
-      whole = w.llvm.sitofp(total, _FLOATS_8)  # exact: below 2**24, but for the power of two
+      whole = w.llvm.sitofp(total, _FLOATS_8)  # exact: at most 2**24 times its power of two
       share = w.llvm.fmul(whole, _same(_FLOATS_8, 0.5**power / FINEST))
       parts.append(w.llvm.fmul(share, w.spread(top, _FLOATS_8)))
     for place, places in zip((32 * half, 64 + 32 * half), _IN_TURN, strict=True):

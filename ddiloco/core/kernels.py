@@ -1,5 +1,6 @@
 """The passes of `core/passes.py` over one segment, compiled by numba for int8 and int4: the same
-operations in the same order, so the same bits; only sums of squares are rounded differently.
+operations, in the same order wherever they round, so the same bits; only sums of squares are
+rounded differently.
 
 The loops over pieces, blocks and pushes are here; `core/instructions.py` has the operations on many
 values. Eight int4 pushes are added up at 0.75 ns a value and core, where NumPy takes 18 and XLA on
@@ -24,7 +25,7 @@ import numpy as np
 from numba.core.caching import FunctionCache, NullCache
 
 from ddiloco.config import OuterConfig
-from ddiloco.core import codec, instructions, outer
+from ddiloco.core import codec, instructions, outer, passes
 from ddiloco.core.codec import BLOCK, CHUNK, Encoded
 from ddiloco.core.instructions import WIDE
 from ddiloco.core.passes import TOGETHER, Chunk, Segment, Vectors
@@ -43,7 +44,8 @@ def _compiled(function: Any, **options: Any) -> Any:
   try:
     kernel = numba.njit(cache=True, **options)(function)
     # numba compiles anew when this file has changed. What these files define is compiled in, too.
-    files = kernel._cache, FunctionCache(codec.parts), FunctionCache(instructions._instruction)
+    one_of_each = codec.parts, passes.step, instructions._instruction
+    files = kernel._cache, *map(FunctionCache, one_of_each)
     kernel._cache._cache_file._source_stamp = [each._cache_file._source_stamp for each in files]
   except RuntimeError:  # no folder for the compiled code: every process compiles again
     kernel = numba.njit(**options)(function)

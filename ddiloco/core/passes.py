@@ -136,10 +136,10 @@ class Sum:
 
   def __init__(self, fragment: Fragment, pushes: Sequence[Encoded], units: np.ndarray):
     self.fragment, self.stretch = fragment, np.ones(len(fragment.pieces), np.float32)
-    self._terms = [(push, mine) for push, mine in zip(pushes, units) if mine.any()]
+    self._terms = list(zip(pushes, units))
     self.compiled: Any = None
-    if self._terms and _by_kernels(fragment, pushes[0].codec):
-      self.compiled = _kernels().Pushes(fragment.size, *zip(*self._terms))
+    if pushes and _by_kernels(fragment, pushes[0].codec):
+      self.compiled = _kernels().Pushes(fragment.size, pushes, units)
 
   def read(self, chunk: Chunk, total: np.ndarray, scratch: np.ndarray) -> None:
     """Writes a chunk of the sum into `total` [chunk] f32; `scratch`, as long, is written over."""
@@ -173,8 +173,8 @@ class Sum:
     units = np.stack([mine[pieces] for _, mine in terms])
     factors = np.where(units != 0, scales * units, np.float32(0))
     largest = np.abs(factors).max(axis=0)
-    usual = (largest > 0) & (largest < np.inf)
-    whole = np.where(usual, np.rint(factors / largest * np.float32(FINEST)), np.float32(0))
+    whole = np.rint(factors / largest * np.float32(FINEST))
+    whole[np.isnan(whole)] = 0  # 0 / 0; or the largest is not finite, nor then is the sum
     added = np.zeros_like(total)
     for (push, _), mine in zip(terms, whole):
       codec.read_codes(push, size, chunk.start, scratch)

@@ -23,9 +23,9 @@ rope = jax.jit(lambda x, theta: layers.apply_rope(x, *layers.rope_tables(*x.shap
 
 def test_a_large_array_is_drawn_in_parts(monkeypatch):
   monkeypatch.setattr(layers, "MOST_DRAWN", 1000)
-  value = np.asarray(draw(jax.random.key(0), (60, 50), 0.5))
-  assert value.shape == (60, 50) and value.std() == pytest.approx(0.5, rel=0.05)
-  assert len({*value.ravel().tolist()}) > 2900, "no part is like another"
+  value = np.asarray(draw(jax.random.key(0), (58, 50), 0.5))  # three parts would not be equal
+  assert value.shape == (58, 50) and value.std() == pytest.approx(0.5, rel=0.05)
+  assert len({*value.ravel().tolist()}) > 2800, "no part is like another"
 
 
 def test_layers_that_are_drawn_one_by_one_are_those_that_are_drawn_together():

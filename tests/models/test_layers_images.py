@@ -8,6 +8,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.models import layers
@@ -165,11 +166,20 @@ def test_counts_by_hand():
 
 
 def test_a_patch_starts_as_long_as_a_token():
-  model, names = dataclasses.replace(SEEING, model_dim=64), ("embedding", "patches/places")
+  model = dataclasses.replace(SEEING, model_dim=64)
+  names = "embedding", "patches/places", "patches/projection"
   drawn = jax.jit(lambda key: [language_model(model).init(key)[n] for n in names])
-  token, patch = drawn(jax.random.key(0))
-  token = np.asarray(token) * 64**0.25
-  assert np.std(patch) == pytest.approx(np.std(token), rel=0.1)
+  token, place, projection = drawn(jax.random.key(0))
+  length = np.std(np.asarray(token) * 64**0.25)
+  assert np.std(place) == pytest.approx(length, rel=0.1)
+  assert np.std(projection) * len(projection) ** 0.5 == pytest.approx(length, rel=0.1)
+
+
+def test_black_and_white_are_as_far_from_gray():
+  patches = layers.Patches(SEEING, nnx.Rngs(0))
+  images = (np.full((1, 6, 6, 3), pixel, np.uint8) for pixel in (0, 255))
+  black, white = (patches(image, PLAIN, "float32") for image in images)
+  np.testing.assert_allclose((black + white)[0], 2 * patches.places[...], atol=1e-6)
 
 
 OWN = {"custom": "any.module:source", "sequence_length": 36}
