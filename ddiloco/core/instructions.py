@@ -20,7 +20,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ddiloco.core.codec import BLOCK
-from ddiloco.core.passes import FINEST, TOGETHER
+from ddiloco.core.passes import FINEST, GROUP
 
 WIDE = 32  # bytes of each push that one call adds
 
@@ -28,7 +28,7 @@ _NEAREST = float(np.float32(3 << 22))  # to add it and subtract it rounds to nea
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS, _BYTES = (ir.VectorType(each, 16) for each in (_F32, _I32, ir.IntType(8)))
 _FLOATS_8, _INTS_8 = (ir.VectorType(each, 8) for each in (_F32, _I32))
-_PAIRS = ir.VectorType(_I32, TOGETHER // 2)
+_PAIRS = ir.VectorType(_I32, GROUP // 2)
 _WORDS = ir.VectorType(_I16, 16)
 # Places that take two vectors' elements by turns: of words as CPUs do it, within 128 bits.
 _QUARTERS = (0, 1, 2, 3, 8, 9, 10, 11)
@@ -120,9 +120,9 @@ def _instruction(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any
 
 
 _ADDRESS, _NUMBER, _FLAG = types.intp, types.float32, types.boolean
-_PAIR, _TRIPLE, _OF_EACH = (types.UniTuple(_ADDRESS, count) for count in (2, 3, TOGETHER))
+_PAIR, _TRIPLE, _OF_EACH = (types.UniTuple(_ADDRESS, count) for count in (2, 3, GROUP))
 _RATES = types.UniTuple(_NUMBER, 4)
-_FACTORS = types.Tuple([types.int32] * (TOGETHER // 2 + 1) + [_NUMBER])
+_FACTORS = types.Tuple([types.int32] * (GROUP // 2 + 1) + [_NUMBER])
 
 
 @_instruction(types.uint8, _ADDRESS)
@@ -133,16 +133,16 @@ def read_byte(w: _Writer, there: Any) -> Any:
 
 @_instruction(_OF_EACH, _ADDRESS, _ADDRESS)
 def moved(w: _Writer, column: Any, offset: Any) -> Any:
-  """TOGETHER addresses, each moved on by so many bytes; `column` is the address of a column of an
-  array [TOGETHER, 2] of them."""
-  found = [w.load(column, _I64, 16 * k) for k in range(TOGETHER)]
+  """GROUP addresses, each moved on by so many bytes; `column` is the address of a column of an
+  array [GROUP, 2] of them."""
+  found = [w.load(column, _I64, 16 * k) for k in range(GROUP)]
   return tuple(w.llvm.add(each, offset) for each in found)
 
 
 @_instruction(_OF_EACH, _ADDRESS)
 def rows(w: _Writer, first: Any) -> Any:
-  """The addresses of TOGETHER rows of WIDE bytes, of which this is the first one's."""
-  return tuple(w.llvm.add(first, _I64(WIDE * k)) for k in range(TOGETHER))
+  """The addresses of GROUP rows of WIDE bytes, of which this is the first one's."""
+  return tuple(w.llvm.add(first, _I64(WIDE * k)) for k in range(GROUP))
 
 
 @_instruction(types.void, _ADDRESS)
@@ -192,7 +192,7 @@ def factors(w: _Writer, units: Any, scales: Any, int4: Any) -> Any:
     int4: whether the codes are.
   """
   unit, scale = w.load(units, _FLOATS_8), ir.Constant(_FLOATS_8, ir.Undefined)
-  for k, there in enumerate(w.each(scales, TOGETHER)):
+  for k, there in enumerate(w.each(scales, GROUP)):
     scale = w.llvm.insert_element(scale, w.load(there, _F32), _I32(k))
   zero = _same(_FLOATS_8, 0.0)
   counts = w.llvm.fcmp_unordered("!=", unit, zero)  # where a unit is 0 the scale may be NaN
@@ -204,8 +204,8 @@ def factors(w: _Writer, units: Any, scales: Any, int4: Any) -> Any:
   whole = w.llvm.fptosi(w.llvm.select(known, shares, zero), _INTS_8)
   surplus = w.llvm.mul(w.call("llvm.vector.reduce.add.v8i32", _I32, whole), _I32(8))
   begin = w.llvm.select(int4, w.llvm.neg(surplus), _I32(0))
-  pairs = w.llvm.bitcast(w.llvm.trunc(whole, ir.VectorType(_I16, TOGETHER)), _PAIRS)
-  each = [w.llvm.extract_element(pairs, _I32(k)) for k in range(TOGETHER // 2)]
+  pairs = w.llvm.bitcast(w.llvm.trunc(whole, ir.VectorType(_I16, GROUP)), _PAIRS)
+  each = [w.llvm.extract_element(pairs, _I32(k)) for k in range(GROUP // 2)]
   return *each, begin, top
 
 
@@ -228,10 +228,10 @@ def _add(
     take: see `_Take`.
     powers: of two, by which the codes that `take` returns are multiplied.
   """
-  *pairs, begin, top = w.each(factors, TOGETHER // 2 + 2)
+  *pairs, begin, top = w.each(factors, GROUP // 2 + 2)
   begins = [w.spread(w.llvm.shl(begin, _I32(power)), _INTS_8) for power in powers]
-  sums, there = [begins, begins], w.each(codes, TOGETHER)
-  for k in range(0, TOGETHER, 2):
+  sums, there = [begins, begins], w.each(codes, GROUP)
+  for k in range(0, GROUP, 2):
     both = w.llvm.bitcast(w.spread(pairs[k // 2], _INTS_8), _WORDS)
     pushes = [w.load(there[m], _WORDS) for m in (k, k + 1)]
     for half, places in enumerate(_SIDE_BY_SIDE):

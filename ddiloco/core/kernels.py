@@ -28,7 +28,7 @@ from ddiloco.config import OuterConfig
 from ddiloco.core import codec, instructions, outer, passes
 from ddiloco.core.codec import BLOCK, CHUNK, Encoded
 from ddiloco.core.instructions import WIDE
-from ddiloco.core.passes import TOGETHER, Chunk, Segment, Vectors
+from ddiloco.core.passes import GROUP, Chunk, Segment, Vectors
 
 _TINY = np.finfo(np.float32).tiny
 _MAX = np.finfo(np.float32).max
@@ -71,7 +71,7 @@ class Pushes:
     # Writable and read-only arrays are two types to numba, each compiled for itself: fix one.
     for scales, codes in self._parts:
       scales.flags.writeable = codes.flags.writeable = False
-    rows = -(-len(pushes) // TOGETHER) * TOGETHER
+    rows = -(-len(pushes) // GROUP) * GROUP
     padded = np.zeros((len(units[0]), rows), np.float32)  # by piece; 0 beyond the last push
     padded[:, : len(pushes)] = np.transpose(units)
     each = [self._parts[min(m, len(pushes) - 1)] for m in range(rows)]
@@ -193,10 +193,10 @@ def _add(addresses, units, int4, start, runs, total):
 
   `addresses` [M, 2]: of each push's scales and codes; `units` f32 [pieces, M].
   """
-  few = np.zeros((TOGETHER, WIDE), np.uint8), np.empty((2, WIDE), np.float32)
+  few = np.zeros((GROUP, WIDE), np.uint8), np.empty((2, WIDE), np.float32)
   total[:] = np.float32(0)
-  for group in range(0, addresses.shape[0], TOGETHER):
-    here, mine = addresses[group : group + TOGETHER], units[:, group : group + TOGETHER]
+  for group in range(0, addresses.shape[0], GROUP):
+    here, mine = addresses[group : group + GROUP], units[:, group : group + GROUP]
     _add_group(here, mine, int4, start, runs, total, few)
 
 
@@ -214,7 +214,7 @@ def _add_group(addresses, units, int4, start, runs, total, few):
       count, place, apart = min(WIDE, to - at), np.intp(total.ctypes.data) + 4 * at, 4 * half
       codes = instructions.moved(addresses.ctypes.data + 8, byte + at)
       if count < WIDE:  # add up copies
-        for k in range(TOGETHER):
+        for k in range(GROUP):
           for i in range(count):
             copies[k, i] = instructions.read_byte(codes[k] + i)
         values[:], codes = np.float32(0), instructions.rows(copies.ctypes.data)

@@ -26,7 +26,7 @@ from ddiloco.core.fragments import Fragment
 COMPILED_FROM = 1 << 22  # values of a fragment; below, compiling takes longer than it saves
 SEGMENT = 16 * CHUNK  # a million values: a thread's unit of work
 SAMPLED = 1 << 16  # at most so many values of a fragment are compared for directions
-TOGETHER = 8  # pushes whose codes are added up as whole numbers
+GROUP = 8  # pushes whose codes are added up as whole numbers
 FINEST = 1 << 14  # their largest factor: sums of eight int8 codes are exact in f32
 _DOT_CHUNK = 1 << 13  # short enough that BLAS uses one thread, so bits do not depend on the cores
 _DOT_TRUSTED = 1e-30  # below, f32 products may have underflowed: they are computed again in f64
@@ -120,7 +120,7 @@ class Sum:
   order of arrival. A push adds nothing where its unit is 0, whatever its scale.
 
   In int8 and int4 a push's codes count with the factor scale * unit. In each block of a piece the
-  factors of `TOGETHER` pushes are rounded to multiples of 2^-14 of the largest one: an error a
+  factors of `GROUP` pushes are rounded to multiples of 2^-14 of the largest one: an error a
   hundred times smaller than that of the codes themselves, or less. So codes and factors are whole
   numbers, and the sum of their products is exact in any order: a CPU adds up many at once.
 
@@ -149,8 +149,8 @@ class Sum:
     total.fill(0)
     with np.errstate(all="ignore"):  # a sum that is not finite is a result
       if self._terms and self._terms[0][0].codec in codec.LEVELS:
-        for at in range(0, len(self._terms), TOGETHER):
-          self._add_codes(self._terms[at : at + TOGETHER], chunk, total, scratch)
+        for at in range(0, len(self._terms), GROUP):
+          self._add_codes(self._terms[at : at + GROUP], chunk, total, scratch)
         return
       for push, mine in self._terms:
         codec.decode_chunk(push, self.fragment.size, chunk.start, scratch)
@@ -163,7 +163,7 @@ class Sum:
   def _add_codes(
     self, terms: Sequence[Any], chunk: Chunk, total: np.ndarray, scratch: np.ndarray
   ) -> None:
-    """Adds a chunk of at most `TOGETHER` terms, (push, units), to `total`."""
+    """Adds a chunk of at most `GROUP` terms, (push, units), to `total`."""
     size, (starts, _, pieces) = self.fragment.size, chunk.runs.T
     # The parts of a chunk that lie in one block and one piece.
     begins = np.union1d(np.arange(0, total.size, BLOCK), starts)

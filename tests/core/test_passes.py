@@ -287,7 +287,7 @@ def read(fragment, pushes, units):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-@pytest.mark.parametrize("count", [1, 3, passes.TOGETHER, 2 * passes.TOGETHER + 1])
+@pytest.mark.parametrize("count", [1, 3, passes.GROUP, 2 * passes.GROUP + 1])
 def test_codes_add_up_to_the_weighted_sum(name, count, same_bits):
   fragment = fragment_of(*SHORT)
   pushes = encoded(randoms(count, fragment.size), name)
@@ -298,7 +298,7 @@ def test_codes_add_up_to_the_weighted_sum(name, count, same_bits):
   blocks = np.arange(fragment.size) // codec.BLOCK
   steps = np.array([codec.parts(push, fragment.size)[0][blocks] for push in pushes])
   largest = (steps * units[:, None]).max(axis=0)  # what rounding to codes changes, twice
-  few = min(count, passes.TOGETHER)
+  few = min(count, passes.GROUP)
   bound = 1.01 * few * codec.LEVELS[name] * 2.0**-15 if count > 1 else 0
   assert (np.abs(ours - exact) <= bound * largest + 1e-6 * np.abs(exact)).all()
 
@@ -306,8 +306,8 @@ def test_codes_add_up_to_the_weighted_sum(name, count, same_bits):
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_codes_add_up_to_the_same_bits_in_any_order(name, same_bits):
   fragment = fragment_of(*SHORT)
-  pushes = encoded(randoms(passes.TOGETHER, fragment.size), name)
-  units, order = np.linspace(0.01, 1, passes.TOGETHER), np.arange(passes.TOGETHER)
+  pushes = encoded(randoms(passes.GROUP, fragment.size), name)
+  units, order = np.linspace(0.01, 1, passes.GROUP), np.arange(passes.GROUP)
   ours = same_bits(lambda: [read(fragment, pushes, units)])[0]
   for seed in range(3):
     np.random.default_rng(seed).shuffle(order)
