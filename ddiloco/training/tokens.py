@@ -282,10 +282,9 @@ def is_here(data: DataConfig, most_bytes: int) -> bool:
     return False
   if data.source == "stdlib":
     return not file  # bytes are tokens as they are
-  found = [*filter(os.path.exists, _found(data.path))]  # a link may lead to what others have
-  files = [*filter(os.path.isfile, found)]
-  if data.path and not files:
-    return bool(found)  # reading it says that a folder, or a pipe, is no file
+  files = [*filter(os.path.isfile, _found(data.path))]  # a link may lead to what others have
+  if data.path and not files:  # reading it says that a folder, or a pipe, is no file
+    return os.path.exists(os.path.expanduser(data.path))
   return data.source != "text" or sum(map(os.path.getsize, files)) <= most_bytes
 
 

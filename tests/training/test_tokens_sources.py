@@ -137,7 +137,7 @@ def test_what_is_packed_or_of_another_encoding_is_no_text(tmp_path, kind, conten
 def test_a_pipe_is_refused_where_it_was_waited_for_without_end(tmp_path, source):
   """Such as that of a shell's <(zcat FILE): one process would read it, and the others nothing."""
   os.mkfifo(tmp_path / "pipe")
-  data = DataConfig(source=source, path=str(tmp_path / "*"))
+  data = DataConfig(source=source, path=str(tmp_path / "pipe"))
   assert tokens_lib.is_here(data, most_bytes=8), "the command that starts the run says so"
   text = error_of(data_lib.open_corpus, data)
   assert "pipe" in text and "no regular file" in text and "into a file" in text
