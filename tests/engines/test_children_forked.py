@@ -266,6 +266,7 @@ def test_a_stopped_role_ends_with_a_supervisor_that_is_killed(tmp_path, monkeypa
       wait_for(lambda: state_of(pid) == "T", "its stop")
       supervisor.kill()
       wait_for(lambda: state_of(pid) in ("Z", ""), "its end")
+      assert supervisor.wait() == -signal.SIGKILL
     finally:
       supervisor.kill()
       with contextlib.suppress(ProcessLookupError):
